@@ -1,0 +1,241 @@
+"""From a config to the objects that run it: every ``match`` on a config kind stands here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from decomp import optim, state
+from decomp import placement as pl
+from decomp import sites as st
+from decomp.ci_fn.base import CiFn
+from decomp.ci_fn.chunk_transformer import ChunkTransformer
+from decomp.components import copy_dims
+from decomp.config import schema
+from decomp.config.errors import UserError
+from decomp.data.base import Data
+from decomp.data.stdlib import StdlibData
+from decomp.eval import EvalResult, Evaluator
+from decomp.loss.objective import Model
+from decomp.mesh import build_mesh
+from decomp.placement import Axes
+from decomp.state import State
+from decomp.step import Step
+from decomp.target import llama, pretrained
+from decomp.target.llama import Llama
+from decomp.target.shape import LlamaShape
+
+
+@dataclass
+class Trainer:
+    """One run's parts: state, step, warm-up, evaluation, reports. Everything is placed on ``mesh``."""
+
+    cfg: schema.RunConfig
+    mesh: Mesh
+    shape: LlamaShape
+    table: st.SiteTable
+    data: Data
+    tokenizer: Any
+    target: Any
+    training: Step
+    evaluator: Evaluator
+    master_dtype: Any
+    _warmup_moments: Any = field(default=None, repr=False)
+
+    def init_state(self) -> State:
+        """A fresh state, audited against the placement table."""
+        out = state.init(*self._state_args())
+        pl.audit(self.training.leaves, out, dict(self.mesh.shape))
+        return out
+
+    def abstract_state(self) -> State:
+        return state.abstract(*self._state_args())
+
+    def _state_args(self) -> tuple[Any, ...]:
+        t = self.training
+        return self.mesh, self.table, t.ci_fn, t.groups, self.cfg, t.leaves, self.master_dtype
+
+    def step(self, s: State, tokens: np.ndarray) -> tuple[State, dict[str, jax.Array]]:
+        """One training step on the global batch [B, T]; ``s`` is donated."""
+        return self.training.compiled(s, self.target, self.put_batch(tokens))
+
+    def put_batch(self, tokens: np.ndarray) -> jax.Array:
+        sharding = NamedSharding(self.mesh, self.training.batch_spec)
+        return jax.make_array_from_process_local_data(sharding, tokens, tokens.shape)
+
+    @property
+    def warmup_steps(self) -> int:
+        faith = self.cfg.loss.faithfulness
+        return faith.warmup.steps if faith else 0
+
+    def warmup(self, s: State, n: int) -> tuple[State, dict[str, jax.Array]]:
+        """``n`` more updates of the faithfulness warm-up (SPEC T6)."""
+        run, init = self.training.warmup
+        components = s.decomposition["components"]
+        moments = init(components) if self._warmup_moments is None else self._warmup_moments
+        components, self._warmup_moments, value = run(components, moments, self.target, n)
+        return State({**s.decomposition, "components": components}, s.progress), {"loss/faithfulness": value}
+
+    def end_warmup(self) -> None:
+        """Throws the warm-up's optimizer away."""
+        self._warmup_moments = None
+
+    def evaluate(self, s: State, step: int) -> EvalResult:
+        return self.evaluator.run(s, step)
+
+    @property
+    def term_names(self) -> tuple[str, ...]:
+        return self.training.term_names
+
+    def placement_report(self) -> str:
+        sizes = dict(self.mesh.shape)
+        return pl.report({"state": self.training.leaves, "target": self.training.target_leaves}, sizes)
+
+    def optimizer_report(self) -> str:
+        return self.training.groups.report()
+
+    def site_report(self) -> str:
+        return self.table.describe()
+
+    def site_table_json(self) -> dict[str, Any]:
+        return self.table.to_json()
+
+    def target_hash(self) -> str:
+        return pretrained.content_hash(pretrained.resolve_path(self.cfg.target.path))
+
+    def warnings(self) -> list[str]:
+        """Choices that are allowed and rarely meant (case 9)."""
+        out = []
+        for s in self.table.sites:
+            rank = s.matrix.rank
+            if rank > s.C:
+                out.append(
+                    f"{s.name}: C={s.C} is below its rank {rank}: V U cannot equal W without the delta component"
+                )
+            elif 16 * rank < s.C:
+                out.append(f"{s.name}: C={s.C} is over 16 times its rank {rank}")
+        return out
+
+
+def build(cfg: schema.RunConfig) -> Trainer:
+    """Everything a run needs. Raises UserError for what only the target, the corpus or the devices can tell."""
+    dtypes = configure_precision(cfg.precision)
+    folder = pretrained.resolve_path(cfg.target.path)
+    shape = pretrained.read_shape(folder)
+    tensors = pretrained.open_tensors(folder, shape)
+    table = site_table(cfg, shape)
+    mesh = build_mesh(cfg.mesh)
+    check_batch(cfg, mesh, shape)
+    tokenizer = pretrained.load_tokenizer(folder, shape.vocab)
+    data = build_data(cfg, tokenizer)
+    training = build_step(cfg, mesh, shape, table, dtypes[1])
+    target = place_target(tensors, shape, table, mesh, training.target_leaves, dtypes[1])
+    evaluator = Evaluator(training, target, data, cfg)
+    return Trainer(cfg, mesh, shape, table, data, tokenizer, target, training, evaluator, dtypes[0])
+
+
+def configure_precision(cfg: schema.Precision) -> tuple[Any, Any]:
+    """(master dtype, compute dtype); sets jax's 64-bit mode for fp64 (SPEC P1)."""
+    if cfg.kind == "fp64":
+        jax.config.update("jax_enable_x64", True)
+        return jnp.float64, jnp.float64
+    on_cpu = jax.default_backend() == "cpu"
+    bf16 = cfg.kind == "bf16" or (cfg.kind == "auto" and not on_cpu)
+    if cfg.deterministic and not on_cpu:
+        require_deterministic()
+    return jnp.float32, jnp.bfloat16 if bf16 else jnp.float32
+
+
+def require_deterministic() -> None:
+    """Bit-for-bit resuming on a GPU needs XLA's deterministic kernels, which only an environment flag chooses."""
+    import os
+
+    if "--xla_gpu_deterministic_ops=true" not in os.environ.get("XLA_FLAGS", ""):
+        raise UserError(
+            "precision.deterministic=true: XLA_FLAGS lacks --xla_gpu_deterministic_ops=true; set it before starting"
+        )
+
+
+def site_table(cfg: schema.RunConfig, shape: LlamaShape) -> st.SiteTable:
+    """The selection, with sites of different optimizer groups kept apart (SPEC T3, D1)."""
+    matrices = shape.matrices()
+    chosen = [s.name for s in st.select(matrices, cfg.sites).sites]
+    return st.select(matrices, cfg.sites, optim.group_of_sites(optim_groups(cfg), chosen))
+
+
+def optim_groups(cfg: schema.RunConfig) -> dict[str, schema.AdamW | schema.Muon]:
+    return {n: g for n, g in cfg.optim.items() if g is not None}
+
+
+def check_batch(cfg: schema.RunConfig, mesh: Mesh, shape: LlamaShape) -> None:
+    """Raises UserError where batch, length or heads do not fit the mesh or the target."""
+    sizes = dict(mesh.shape)
+    ways = sizes["replicate"] * sizes["fsdp"] * cfg.data.microbatches
+    if cfg.data.batch_size % ways:
+        raise UserError(
+            f"data.batch_size={cfg.data.batch_size}: it must be a multiple of replicate x fsdp x microbatches = {ways}"
+        )
+    if cfg.data.seq_len > shape.max_positions:
+        raise UserError(f"data.seq_len={cfg.data.seq_len}: the target has at most {shape.max_positions} positions")
+    if shape.n_kv_heads % sizes["tp"] or cfg.ci_fn.n_heads % sizes["tp"]:
+        raise UserError(
+            f"mesh.tp={sizes['tp']}: it must divide the target's {shape.n_kv_heads} kv heads "
+            f"and ci_fn.n_heads={cfg.ci_fn.n_heads}"
+        )
+
+
+def build_data(cfg: schema.RunConfig, tokenizer: Any) -> Data:
+    match cfg.data:
+        case schema.StdlibData():
+            return StdlibData(cfg.data, tokenizer, cfg.seed)
+
+
+def build_ci_fn(cfg: schema.RunConfig, shape: LlamaShape, table: st.SiteTable, ax: Axes) -> CiFn:
+    match cfg.ci_fn:
+        case schema.ChunkTransformer():
+            return ChunkTransformer(cfg.ci_fn, table, shape.d_model, ax, cfg.placement.ci_fn, cfg.placement.on_ragged)
+
+
+def build_step(cfg: schema.RunConfig, mesh: Mesh, shape: LlamaShape, table: st.SiteTable, compute: Any) -> Step:
+    """The step from shapes alone: no weights, no data, no device memory."""
+    ax = Axes.of(mesh)
+    ci_fn = build_ci_fn(cfg, shape, table, ax)
+    decomposition = state.decomposition_leaves(table, ci_fn, cfg, ax.sizes)
+    groups = build_groups(cfg, table, decomposition)
+    leaves = State(decomposition, state.progress_leaves(table, groups, cfg))
+    target_layout = "replicated" if cfg.placement.components == "replicated" else "node"
+    target_leaves = llama.leaves(shape, table, target_layout)
+    for name, leaf in optim.flatten(target_leaves, pl.is_leaf).items():
+        pl.check_divides(f"target {name}", leaf, ax.sizes)
+    forward = Llama(shape, table, ax, cfg.loss.remat)
+    dims = copy_dims(decomposition["components"], ax.sizes), copy_dims(decomposition["ci_fn"], ax.sizes)
+    n_positions = cfg.data.batch_size * cfg.data.seq_len
+    model = Model(
+        ax, table, forward, cfg.loss, pl.tree_dims(target_leaves, ax.sizes),
+        {"components": dims[0], "ci_fn": dims[1]}, n_positions, cfg.seed,
+    )  # fmt: skip
+    return Step(mesh, model, ci_fn, groups, leaves, target_leaves, cfg, compute)
+
+
+def build_groups(cfg: schema.RunConfig, table: st.SiteTable, decomposition: Any) -> optim.GroupTable:
+    groups = optim_groups(cfg)
+    of_site = optim.group_of_sites(groups, list(table.by_name))
+    of_stack = {g.name: of_site[g.sites[0].name] for g in table.groups.values()}
+    return optim.group_table(groups, optim.flatten(decomposition, pl.is_leaf), of_stack)
+
+
+def place_target(tensors: Any, shape: LlamaShape, table: st.SiteTable, mesh: Mesh, leaves: Any, dtype: Any) -> Any:
+    """The frozen parameters in compute dtype, each device given its own part."""
+    params = llama.load_params(tensors, shape, table)
+    shardings = pl.tree_shardings(mesh, leaves)
+
+    def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        cast = array.astype(np.float32).astype(dtype)
+        return jax.make_array_from_callback(cast.shape, sharding, lambda index: cast[index])
+
+    return jax.tree.map(put, params, shardings)

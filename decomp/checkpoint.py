@@ -1,0 +1,302 @@
+"""Checkpoints: the only door to orbax (SPEC 11).
+
+A step is ``checkpoints/<step>/{decomposition,progress}`` written by orbax, and ``manifest.json``, written last
+by us: format version, site table, shapes, and size and checksum of every file. Only a folder with a whole
+manifest is a checkpoint. That is what makes an asynchronous failure, a killed save and a damaged file visible,
+none of which orbax notices (DESIGN 6).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from decomp.config.errors import UserError
+from decomp.manifest import (
+    ITEMS,
+    MANIFEST,
+    Tree,
+    arrays_of,
+    damage_of,
+    good_steps,
+    read_manifest,
+    refuse_other,
+    step_folders,
+    write_manifest,
+)
+
+ASIDE = ".aside"
+SAVE_ERRORS = (OSError, ValueError, RuntimeError)  # what orbax and tensorstore raise for a disk; a bug is a TypeError
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is on the disk, whole and verified."""
+
+    step: int
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A save that did not become a checkpoint."""
+
+    step: int
+    reason: str
+
+
+class Checkpoints:
+    """The checkpoints of one run folder, for its one writer.
+
+    ``identity`` is plain JSON that must be equal when restoring (site table, hashes of target and data).
+    ``say`` receives warnings. Every method runs on the training thread; one thread of ours ends a save.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep_last: int,
+        keep_every: int | None,
+        identity: Mapping[str, Any],
+        say: Callable[[str], None] = print,
+    ):
+        self.root = folder.absolute() / "checkpoints"
+        self.keep_last, self.keep_every, self.identity, self.say = keep_last, keep_every, dict(identity), say
+        self._events: SimpleQueue[Saved | Failed] = SimpleQueue()
+        self._manager: ocp.CheckpointManager | None = None
+        self._ending: threading.Thread | None = None
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs each failure's traceback; we say one line
+        for leftover in self.root.glob("*.orbax-checkpoint-tmp*"):  # a killed save (case 22)
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    # ------------------------------------------------------------ saving
+    def check_space(self, nbytes: int) -> None:
+        """Refuses a disk that cannot hold two saves of ``nbytes``, those already there included."""
+        needed = max(1, 2 - len(good_steps(self.root))) * nbytes
+        free = _free(self.root)
+        if free < needed:
+            raise UserError(
+                f"{self.root}: two checkpoints need {human(2 * nbytes)} ({human(needed)} more) and the disk has "
+                f"{human(free)} free: free some space, or choose another disk with output_dir=..."
+            )
+
+    def save(self, step: int, state: tuple[Tree, Tree]) -> None:
+        """Begins a save: returns when the state is copied to host memory. What became of it comes from ``poll``.
+
+        ``state`` is (decomposition, progress); its buffers may be donated as soon as this returns.
+        """
+        self._join()
+        if step in good_steps(self.root):
+            return
+        began = time.monotonic()
+        try:
+            self._begin(step, state)
+        except SAVE_ERRORS as error:
+            return self._fail(step, error)
+        arguments = (step, arrays_of(state), began)
+        self._ending = threading.Thread(target=self._end, args=arguments, name="checkpoint", daemon=True)
+        self._ending.start()
+
+    def poll(self) -> list[Saved | Failed]:
+        """What became of saves since the last call, oldest first; never blocks."""
+        return [self._events.get() for _ in range(self._events.qsize())]
+
+    def wait(self) -> list[Saved | Failed]:
+        """Waits for the save in progress, then ``poll``."""
+        self._join()
+        return self.poll()
+
+    def close(self) -> None:
+        self._join()
+        self._reset()
+
+    def _begin(self, step: int, state: tuple[Tree, Tree]) -> None:
+        nbytes = tree_bytes(state)
+        if (free := _free(self.root)) < nbytes:  # told now, before the disk is full to the last byte
+            raise OSError(f"no space left: it needs {human(nbytes)} and the disk has {human(free)} free")
+        self._set_aside(step, "replaced")
+        manager = self._manager = self._manager or _open_manager(self.root)
+        args = {item: ocp.args.StandardSave(tree) for item, tree in zip(ITEMS, state, strict=True)}
+        if not manager.save(step, args=ocp.args.Composite(**args), force=True):
+            raise RuntimeError("orbax declined to save")
+
+    def _end(self, step: int, arrays: list[dict[str, Any]], began: float) -> None:
+        """Runs on its own thread: orbax's commit, then the manifest, then retention."""
+        try:
+            assert self._manager is not None
+            self._manager.wait_until_finished()
+            nbytes = 0
+            if jax.process_index() == 0:
+                nbytes = write_manifest(self.root / str(step), step, self.identity, arrays)
+        except SAVE_ERRORS as error:
+            return self._fail(step, error)
+        self._events.put(Saved(step, time.monotonic() - began, nbytes))
+        if jax.process_index() == 0:
+            self._retire(step)
+
+    def _fail(self, step: int, error: Exception) -> None:
+        reason = short_reason(error)
+        # Orbax leaves coroutines behind when it fails early; Python would say so, at any later moment.
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        self._reset()  # the manager still lists the step that failed
+        for leftover in (self.root / str(step), *self.root.glob(f"{step}.orbax-checkpoint-tmp*")):
+            shutil.rmtree(leftover, ignore_errors=True)
+        self._events.put(Failed(step, reason))
+
+    def _reset(self) -> None:
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            with suppress(*SAVE_ERRORS):  # the failure that is being reported, once more
+                manager.close()
+
+    def _join(self) -> None:
+        if self._ending is not None:
+            self._ending.join()
+            self._ending = None
+
+    # ------------------------------------------------------------ retention
+    def _retire(self, newest: int) -> None:
+        """Deletes what is neither among the newest ``keep_last`` nor a multiple of ``keep_every`` (case 28).
+
+        Runs only after ``newest`` is whole, so the only good checkpoint is never the one deleted.
+        """
+        steps = good_steps(self.root)
+        kept = set(steps[-self.keep_last :]) | {s for s in steps if self.keep_every and s % self.keep_every == 0}
+        for step in set(steps) - kept - {newest}:
+            (self.root / str(step) / MANIFEST).unlink(missing_ok=True)  # half deleted is never a checkpoint
+            shutil.rmtree(self.root / str(step), ignore_errors=True)
+        for folder in self.root.glob(f"*{ASIDE}"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _set_aside(self, step: int, why: str) -> Path | None:
+        """Moves ``<step>`` out of the way of later saves; it goes with the next good checkpoint."""
+        folder = self.root / str(step)
+        if not folder.exists():
+            return None
+        aside = folder.with_name(f"{step}.{why}{ASIDE}")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(folder, aside)
+        return aside
+
+    # ------------------------------------------------------------ restoring
+    def restore(self, abstract: tuple[Tree, Tree], step: int | None = None) -> tuple[int, tuple[Tree, Tree]] | None:
+        """The newest whole checkpoint, or exactly ``step``; None where there is no checkpoint at all.
+
+        ``abstract`` has jax.ShapeDtypeStruct leaves with shardings: any mesh and placement (SPEC K1). A damaged
+        step is named in a warning, set aside, and the one before is taken (K4). Steps after the restored one are
+        set aside too: training saves them anew. UserError: a checkpoint of something else, or nothing whole left.
+        """
+        found, damage = newest_whole(self.root, ITEMS, step)
+        if found is None and not damage:
+            return None
+        for bad, reason in damage.items():
+            self.say(f"checkpoint {bad} is damaged ({reason}): " + _instead(found))
+        if found is None:
+            raise UserError(f"{self.root}: no whole checkpoint is left: " + _list(damage))
+        manifest = read_manifest(self.root / str(found))
+        refuse_other(self.root / str(found), manifest, self.identity, abstract)
+        restored = tuple(
+            _restore_item(self.root / str(found) / item, tree) for item, tree in zip(ITEMS, abstract, strict=True)
+        )
+        for later in [s for s in step_folders(self.root) if s > found]:
+            self._set_aside(later, "damaged" if later in damage else "later")
+        return found, (restored[0], restored[1])
+
+
+def restore_decomposition(folder: Path, step: int | None = None) -> tuple[int, Tree, dict[str, Any]]:
+    """(step, decomposition as numpy arrays, manifest) of a run folder, without optimizer, target or devices (K1).
+
+    Reads the bytes of the decomposition and no others, changes nothing. UserError where no step is whole.
+    """
+    root = folder.absolute() / "checkpoints"
+    found, damage = newest_whole(root, ("decomposition",), step)
+    if found is None:
+        raise UserError(f"{root}: " + (_list(damage) if damage else "no checkpoint yet"))
+    manifest = read_manifest(root / str(found))
+    tree: Tree = {}
+    for entry in manifest["arrays"]:
+        item, *path = entry["path"]
+        if item == "decomposition":
+            # A broadcast zero costs no memory and asks orbax for numpy, which needs no device.
+            leaf = np.broadcast_to(np.zeros((), jax.numpy.dtype(entry["dtype"])), entry["shape"])
+            _set(tree, path, leaf)
+    return found, _restore_item(root / str(found) / "decomposition", tree), manifest
+
+
+def _open_manager(root: Path) -> ocp.CheckpointManager:
+    # Retention is ours: orbax would count a failed save among those to keep.
+    return ocp.CheckpointManager(root, options=ocp.CheckpointManagerOptions(max_to_keep=None, create=True))
+
+
+def _restore_item(path: Path, abstract: Tree) -> Tree:
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as door:
+        return door.restore(path, args=ocp.args.StandardRestore(abstract))
+
+
+def newest_whole(root: Path, items: Iterable[str], step: int | None) -> tuple[int | None, dict[int, str]]:
+    """(newest step whose ``items`` are whole, {damaged step: reason}); with ``step`` only that one is looked at."""
+    steps = step_folders(root)
+    if step is not None and step not in steps:
+        raise UserError(f"{root}: no checkpoint of step {step}; there are {', '.join(map(str, steps)) or 'none'}")
+    damage: dict[int, str] = {}
+    for candidate in [step] if step is not None else reversed(steps):
+        reason = damage_of(root / str(candidate), items)
+        if reason is None:
+            return candidate, damage
+        damage[candidate] = reason
+    return None, damage
+
+
+def _instead(found: int | None) -> str:
+    return "it is set aside" if found is None else f"going back to {found}"
+
+
+def _list(damage: Mapping[int, str]) -> str:
+    return "; ".join(f"{step} is damaged ({reason})" for step, reason in damage.items())
+
+
+def _set(tree: Tree, path: list[str], leaf: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = leaf
+
+
+def tree_bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _free(root: Path) -> int:
+    while not root.exists():
+        root = root.parent
+    return shutil.disk_usage(root).free
+
+
+def human(nbytes: int) -> str:
+    value, units = float(nbytes), ["bytes", "kB", "MB", "GB", "TB"]
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "bytes" else f"{value:.3g} {units[0]}"
+
+
+def short_reason(error: BaseException) -> str:
+    """The part of a tensorstore or system error that a person needs, on one line."""
+    text = " ".join(str(error).split())
+    for sign in ("No space left on device", "Disk quota exceeded", "Permission denied", "Read-only file system"):
+        if sign in text:
+            return f"{sign.lower()}: {text}" if len(text) < 200 else sign.lower()
+    return text[:200] or type(error).__name__

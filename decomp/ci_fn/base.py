@@ -1,0 +1,64 @@
+"""The interface of a CI function, and the two squashings of its pre-activation (SPEC 3, C1-C3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+LEAK = 0.01
+
+
+class CiFn(Protocol):
+    """A CI function of one site table: clean activations to pre-activations by lane."""
+
+    captures: frozenset[str]  # what it taps from the clean forward
+
+    def leaves(self) -> dict[str, Any]:
+        """A Leaf per parameter: shape, semantic axes, layout."""
+        ...
+
+    def init(self, seed: int, dtype: Any) -> dict[str, Any]:
+        """Parameters as SPEC 3 draws them; runs under jit with the leaves' shardings."""
+        ...
+
+    def __call__(
+        self, params: Any, dims: Any, taps: Mapping[str, Array], components: Any
+    ) -> dict[str, Float[Array, "n B T C"]]:
+        """Pre-activations by lane. ``components`` are V and U, for functions that read them."""
+        ...
+
+
+@jax.custom_vjp
+def lower(a: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """clip(a, 0, 1) for masks, with the one-sided leaky slope of SPEC C1."""
+    return jnp.clip(a, 0, 1)
+
+
+def _lower_fwd(a: Array) -> tuple[Array, Array]:
+    return lower(a), a
+
+
+def _lower_bwd(a: Array, g: Array) -> tuple[Array]:
+    # below 0 only a gradient that would raise the importance gets through, so that dead components can return
+    leak = jnp.where(g < 0, jnp.asarray(LEAK, g.dtype) * g, jnp.zeros((), g.dtype))
+    return (jnp.where(a > 1, jnp.zeros((), g.dtype), jnp.where(a > 0, g, leak)),)
+
+
+lower.defvjp(_lower_fwd, _lower_bwd)
+
+
+def upper(a: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """clip(a, 0, 1) below 1 and 1 + 0.01 (a - 1) above, for minimality (SPEC C2): slope 0 at a = 0, 1 at a = 1."""
+    leaky = 1 + jnp.asarray(LEAK, a.dtype) * (a - 1)
+    # where() instead of clip(): the ties at 0 and 1 take the slopes that the rule states
+    return jnp.where(a > 1, leaky, jnp.where(a > 0, a, jnp.zeros((), a.dtype)))
+
+
+def squash(a: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
+    """(lower, upper) of every lane; upper at least in float32, where minimality is summed (SPEC P1)."""
+    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
+    return {n: lower(x) for n, x in a.items()}, {n: upper(wide(x)) for n, x in a.items()}

@@ -1,0 +1,146 @@
+"""Reconstruction terms: from a term's config to its value and gradients on one window of examples (SPEC 4-6)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from decomp import masks as mk
+from decomp.components import Stacks
+from decomp.config.schema import ConstantSource, FreshPgdSource, Loss, MixedSource, Recon, RouteAll, UniformSource
+from decomp.keys import Key, fold, key_of, site_keys, uniform_block
+from decomp.loss import adversary, reconstruction
+from decomp.placement import Axes
+from decomp.sites import SiteTable
+from decomp.target.llama import Clean, Llama
+
+ByLane = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What every term needs and no step changes: forward, table, mesh, sizes of the GLOBAL batch."""
+
+    ax: Axes
+    table: SiteTable
+    llama: Llama
+    loss: Loss
+    target_dims: Any
+    copy_dims: Any
+    n_positions: int
+    seed: int
+
+
+class Context(NamedTuple):
+    """One window of examples in one step: target parameters, unembedding, clean forward, capture norms."""
+
+    target: Any
+    head: Array
+    clean: Clean
+    norms: dict[str, Array]
+    window: mk.Window
+    step: Array
+
+
+def hidden_captures(loss: Loss) -> frozenset[str]:
+    """Captures that some term's hidden-activation option needs (SPEC L7)."""
+    return frozenset(c for t in loss.recon.values() if t and t.hidden for c in t.hidden.captures)
+
+
+def value(model: Model, term: Recon, ctx: Context, components: Stacks, masks: mk.CiMasks) -> Float[Array, ""]:
+    """KL at the output, plus the hidden-activation part where the term asks for it (SPEC L5, L7)."""
+    captures = frozenset(term.hidden.captures) if term.hidden else frozenset()
+    hidden, found = model.llama.masked(
+        ctx.target, model.target_dims, components, model.copy_dims["components"], masks, ctx.clean.start, captures
+    )
+    ax, chunk = model.ax, model.loss.kl_chunk
+    out = reconstruction.mean_kl(ax, ctx.clean.hidden, hidden, ctx.head, chunk, model.n_positions)
+    if term.hidden:
+        clean = {n: ctx.clean.captures[n] for n in found}
+        out = out + term.hidden.coeff * reconstruction.hidden_distance(ax, clean, found, ctx.norms)
+    return out
+
+
+def gradients(
+    model: Model, name: str, term: Recon, ctx: Context, components: Stacks, ci: ByLane, raw: adversary.Values
+) -> tuple[Array, tuple[Stacks, ByLane, adversary.Values]]:
+    """The bare term and its gradients by (components, CI, persistent sources), the mean over draws (SPEC L6, A3)."""
+    total = None
+    for draw in range(term.draws):
+        key = key_of(model.seed, f"recon/{name}", ctx.step, draw)
+        routes = draw_routes(model, term, ctx, key)
+        source_of = prepare_source(model, term, ctx, components, ci, key, routes)
+
+        def bare(c: Stacks, ci: ByLane, raw: Any, source_of: Any = source_of, routes: Any = routes) -> Array:
+            return value(model, term, ctx, c, mk.CiMasks(ci, source_of(raw), routes, model.loss.delta))
+
+        out = jax.value_and_grad(bare, argnums=(0, 1, 2))(components, ci, raw)
+        total = out if total is None else jax.tree.map(jnp.add, total, out)
+    return total if term.draws == 1 else jax.tree.map(lambda x: x / term.draws, total)
+
+
+def ascent_gradient(
+    model: Model, term: Recon, ctx: Context, components: Stacks, ci: ByLane, raw: adversary.Values
+) -> adversary.Values:
+    """d bare term / d persistent sources, everything routed, components and CI detached (SPEC A2, A3, M5)."""
+    cfg = adversary.persistent_of(term)
+    assert cfg is not None
+
+    def bare(raw: adversary.Values) -> Array:
+        source = mk.Stored(adversary.effective(cfg, raw), cfg.shape)
+        return value(model, term, ctx, components, mk.CiMasks(ci, source, None, model.loss.delta))
+
+    return jax.grad(bare)(raw)
+
+
+def draw_routes(model: Model, term: Recon, ctx: Context, key: Key) -> Any:
+    if isinstance(term.routing, RouteAll):
+        return None
+    return mk.draw_routes(term.routing, model.table, ctx.window, fold(key, "route"))
+
+
+def prepare_source(
+    model: Model, term: Recon, ctx: Context, components: Stacks, ci: ByLane, key: Key, routes: Any
+) -> Any:
+    """A function from the term's persistent values (empty where it owns none) to its source for this draw."""
+    ax, cfg = model.ax, term.source
+    fresh = fold(key, "source")
+    if isinstance(cfg, ConstantSource):
+        return lambda _: mk.Constant(cfg.value)
+    if isinstance(cfg, UniformSource):
+        return lambda _: mk.Uniform.draw(ax, model.table, ctx.window, fresh)
+    if isinstance(cfg, FreshPgdSource):
+        found = pgd_sources(model, term, cfg, ctx, components, ci, fresh, routes)
+        return lambda _: found
+    if isinstance(cfg, MixedSource):
+        uniform = mk.Uniform.draw(ax, model.table, ctx.window, fresh)
+        coin = uniform_block(site_keys(key, ["mixed"])[0], ctx.window.example0, (ctx.window.batch, 1, 1), 1)[:, 0, 0]
+        inner = cfg.persistent
+        adversarial = coin < cfg.adv_fraction
+        return lambda raw: mk.Mixed(mk.Stored(adversary.effective(inner, raw), inner.shape), uniform, adversarial)
+    return lambda raw: mk.Stored(adversary.effective(cfg, raw), cfg.shape)
+
+
+def pgd_sources(
+    model: Model, term: Recon, cfg: FreshPgdSource, ctx: Context, components: Stacks, ci: ByLane, key: Key, routes: Any
+) -> mk.Stored:
+    """Sources after ``cfg.steps`` ascents with this step's routing (SPEC M2, M5); constants of the outer gradient."""
+    components, ci = jax.lax.stop_gradient((components, ci))
+    values = mk.draw_stored(model.ax, model.table, ctx.window, key, cfg.shape)
+    if cfg.init != "random":
+        values = jax.tree.map(jnp.ones_like if cfg.init == "ones" else jnp.zeros_like, values)
+    values = jax.tree.map(lambda x: x.astype(_wide(ci)), values)
+
+    def bare(v: adversary.Values) -> Array:
+        return value(model, term, ctx, components, mk.CiMasks(ci, mk.Stored(v, cfg.shape), routes, model.loss.delta))
+
+    return mk.Stored(adversary.fresh_pgd(values, jax.grad(bare), cfg.steps, cfg.step_size), cfg.shape)
+
+
+def _wide(lanes: Mapping[str, Array]) -> Any:
+    return jnp.promote_types(next(iter(lanes.values())).dtype, jnp.float32)

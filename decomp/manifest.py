@@ -1,0 +1,161 @@
+"""What makes a folder a checkpoint: ``manifest.json``, written last (SPEC K2, K4). Imports neither orbax nor jax.
+
+It holds the format version, the step, the caller's identity (site table, hashes), the shapes of all arrays, and
+size and CRC-32 of every file, so that a step that is unfinished, truncated or changed by one bit is known as such.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from decomp.config.errors import UserError
+
+FORMAT = 1
+ITEMS = ("decomposition", "progress")
+MANIFEST = "manifest.json"
+
+Tree = dict[str, Any]  # nested plain dictionaries of arrays
+
+
+# ---------------------------------------------------------------- steps
+def step_folders(root: Path) -> list[int]:
+    """Steps that have a folder, whole or not, oldest first."""
+    if not root.is_dir():
+        return []
+    return sorted(int(p.name) for p in root.iterdir() if p.name.isdecimal() and p.is_dir())
+
+
+def good_steps(root: Path) -> list[int]:
+    """Steps with a whole manifest, oldest first; their data files are not read."""
+    return [step for step in step_folders(root) if (root / str(step) / MANIFEST).is_file()]
+
+
+# ---------------------------------------------------------------- the manifest
+def write_manifest(folder: Path, step: int, identity: Mapping[str, Any], arrays: list[dict[str, Any]]) -> int:
+    """Makes ``folder`` a checkpoint; returns its bytes. The rename is the moment of commitment."""
+    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    sums = _checksums(folder, names)
+    files = {name: [(folder / name).stat().st_size, crc] for name, crc in zip(names, sums, strict=True)}
+    body = {"format": FORMAT, "step": step, "identity": dict(identity), "arrays": arrays, "files": files}
+    part = folder / f"{MANIFEST}.part"
+    with part.open("w", encoding="utf-8") as file:
+        json.dump(body | {"crc": _crc_of(body)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, folder / MANIFEST)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return sum(size for size, _ in files.values())
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint. ValueError with the reason where it is absent or damaged."""
+    try:
+        body = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        crc = body.pop("crc")
+    except FileNotFoundError as error:
+        raise ValueError("its save did not finish: no manifest") from error
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError("its manifest is unreadable") from error
+    if crc != _crc_of(body):
+        raise ValueError("its manifest does not match its own checksum")
+    return body
+
+
+def damage_of(folder: Path, items: Iterable[str] = ITEMS) -> str | None:
+    """Why a step cannot be restored, or None. Sizes first, which are free, then checksums of ``items``."""
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        return str(error)
+    if manifest["format"] > FORMAT:
+        return None  # whole, as far as this version can say: refused by name in ``refuse_other``
+    wanted = {name: v for name, v in manifest["files"].items() if name.split("/")[0] in set(items)}
+    for name, (size, _) in wanted.items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if (folder / name).stat().st_size != size:
+            return f"{name} has {(folder / name).stat().st_size} bytes instead of {size}"
+    try:
+        sums = _checksums(folder, list(wanted))
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return next((f"{n} has changed" for n, crc in zip(wanted, sums, strict=True) if crc != wanted[n][1]), None)
+
+
+def _crc_of(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+
+
+def _checksums(folder: Path, names: list[str]) -> list[int]:
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(lambda name: _checksum(folder / name), names))
+
+
+def _checksum(path: Path) -> int:
+    """CRC-32 through a memory map: the pages stay cached for orbax, which reads the file next."""
+    if path.stat().st_size == 0:
+        return 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        return zlib.crc32(view)
+
+
+# ---------------------------------------------------------------- refusing what does not fit
+def refuse_other(
+    folder: Path, manifest: Mapping[str, Any], identity: Mapping[str, Any], abstract: tuple[Tree, Tree]
+) -> None:
+    """UserError that names what differs between a checkpoint and what is being restored (case 25)."""
+    if manifest["format"] > FORMAT:
+        raise UserError(
+            f"{folder}: written by a newer decomp (checkpoint format {manifest['format']}, this version reads up to "
+            f"{FORMAT}): update decomp"
+        )
+    differing = list(differences(manifest["identity"], json.loads(json.dumps(identity))))
+    if not differing:
+        differing = list(differences(_shapes(manifest["arrays"]), _shapes(arrays_of(abstract))))
+    if differing:
+        more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise UserError(f"{folder}: another decomposition's checkpoint: {'; '.join(differing[:3])}{more}")
+
+
+def differences(stored: Any, present: Any, path: str = "") -> Iterator[str]:
+    """One text per leaf that differs between two JSON values, with both values."""
+    if isinstance(stored, Mapping) and isinstance(present, Mapping):
+        for key in [*stored, *(k for k in present if k not in stored)]:
+            inner = f"{path}.{key}" if path else str(key)
+            if key not in present:
+                yield f"{inner} is in the checkpoint only"
+            elif key not in stored:
+                yield f"{inner} is not in the checkpoint"
+            else:
+                yield from differences(stored[key], present[key], inner)
+    elif stored != present:
+        yield f"{path} is {stored} in the checkpoint, {present} here"
+
+
+def arrays_of(state: tuple[Tree, Tree]) -> list[dict[str, Any]]:
+    """Path, shape and dtype of every array of both items, as plain JSON."""
+    leaves = _leaves(dict(zip(ITEMS, state, strict=True)), [])
+    return [{"path": path, "shape": list(x.shape), "dtype": str(x.dtype)} for path, x in leaves]
+
+
+def _leaves(tree: Any, path: list[str]) -> Iterator[tuple[list[str], Any]]:
+    if not isinstance(tree, Mapping):
+        yield path, tree
+        return
+    for key in tree:
+        yield from _leaves(tree[key], [*path, key])
+
+
+def _shapes(entries: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    return {"/".join(e["path"]): f"{e['dtype']}{e['shape']}" for e in entries}

@@ -1,0 +1,226 @@
+"""From causal importances and sources to masks, and which sites are routed (SPEC 4).
+
+A ``CiMasks`` is what one masked forward reads, layer by layer: CI by lane, a source, routes. Nothing is drawn before the
+layer that needs it, so a fresh uniform source never exists for the whole model at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, UInt32
+
+from decomp.components import SiteMask
+from decomp.config.schema import RouteAll, RouteProbability, RouteUniformK
+from decomp.keys import Key, site_keys, to_normal, uniform_block
+from decomp.placement import Axes, Leaf
+from decomp.sites import Run, Site, SiteTable, group_rows, lane_rows
+
+ByLane = dict[str, Array]
+
+
+class Window(NamedTuple):
+    """The examples a device works on: the global index of the first, how many, and their length."""
+
+    example0: Array | int
+    batch: int
+    length: int
+
+
+# ---------------------------------------------------------------- sources (SPEC M2, M3)
+class Source(Protocol):
+    """A source read layer by layer: component source broadcastable to [B, T, C] and delta source to [B, T], or None."""
+
+    def rows(self, run: Run) -> Any: ...
+
+    def at(self, run: Run, kind: str, row: Any) -> tuple[Array, Array | None]: ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """``value`` everywhere, no delta path: 0 makes CI the mask, 1 leaves everything unmasked."""
+
+    value: float
+
+    def rows(self, run: Run) -> Any:
+        return ()
+
+    def at(self, run: Run, kind: str, row: Any) -> tuple[Array, None]:
+        return jnp.float32(self.value), None
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """U[0, 1), fresh: per site a key for its components and one for its delta, drawn inside the layer scan (SPEC R2)."""
+
+    ax: Axes
+    window: Window
+    keys: Mapping[str, UInt32[Array, "n 2 2"]]
+
+    @classmethod
+    def draw(cls, ax: Axes, table: SiteTable, window: Window, key: Key) -> Uniform:
+        return cls(ax, window, {n: pair_keys(key, lane.sites) for n, lane in table.lanes.items()})
+
+    def rows(self, run: Run) -> Any:
+        return {k: lane_rows(run, s.row, self.keys[s.lane]) for k, s in run.first.items()}
+
+    def at(self, run: Run, kind: str, row: Any) -> tuple[Array, Array]:
+        C = run.first[kind].C
+        local = C // self.ax.size("tp")
+        (own, delta), (example0, B, T) = row[kind], self.window
+        c = uniform_block(own, example0, (B, T, local), C, self.ax.index(("tp",)) * local)
+        return c, uniform_block(delta, example0, (B, T, 1), 1)[..., 0]
+
+
+def pair_keys(key: Key, sites: Sequence[Site]) -> UInt32[Array, "n 2 2"]:
+    """Per site a key of its components' stream and one of its delta's."""
+    names = [n for s in sites for n in (s.name, f"{s.name}/delta")]
+    return site_keys(key, names).reshape(-1, 2, 2)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Sources held as arrays, one pair per stack group, of shape letters ``shape`` (SPEC M3, section 6).
+
+    ``values[group]`` is {"c": [g, (B), (T), C], "delta": [g, (B), (T)]} with B and T only where the letters name them.
+    """
+
+    values: Mapping[str, Mapping[str, Array]]
+    shape: str
+
+    def rows(self, run: Run) -> Any:
+        return {g: {k: group_rows(run, g, v) for k, v in self.values[g].items()} for g in run.group_sizes}
+
+    def at(self, run: Run, kind: str, row: Any) -> tuple[Array, Array]:
+        site = run.first[kind]
+        j = site.slot - run.group_starts[site.group]
+        c, delta = row[site.group]["c"][j], row[site.group]["delta"][j]
+        missing = [i for i, letter in enumerate("bs") if letter not in self.shape]
+        return jnp.expand_dims(c, missing), jnp.expand_dims(delta, missing)
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Per example ``adversarial`` [B] says whether the stored source (all routed) or the fresh one is used."""
+
+    stored: Stored
+    fresh: Uniform
+    adversarial: Bool[Array, " B"]
+
+    def rows(self, run: Run) -> Any:
+        return self.stored.rows(run), self.fresh.rows(run)
+
+    def at(self, run: Run, kind: str, row: Any) -> tuple[Array, Array]:
+        (sc, sd), (uc, ud) = self.stored.at(run, kind, row[0]), self.fresh.at(run, kind, row[1])
+        pick = self.adversarial[:, None]
+        return jnp.where(pick[..., None], sc, uc.astype(sc.dtype)), jnp.where(pick, sd, ud.astype(sd.dtype))
+
+
+def stored_leaves(table: SiteTable, shape: str, batch: int, length: int) -> dict[str, dict[str, Leaf]]:
+    """Leaf of every stored source array."""
+    sizes: dict[str, tuple[int, str | None]] = {"b": (batch, "batch"), "s": (length, None)}
+    lead = [sizes[letter] for letter in "bs" if letter in shape]
+    out = {}
+    for g in table.groups.values():
+        dims, axes = (len(g.sites), *(n for n, _ in lead)), (None, *(a for _, a in lead))
+        out[g.name] = {"c": Leaf((*dims, g.C), (*axes, "C"), "batch"), "delta": Leaf(dims, axes, "batch")}
+    return out
+
+
+def draw_stored(
+    ax: Axes, table: SiteTable, window: Window, key: Key, shape: str, normal: bool = False
+) -> dict[str, dict[str, Array]]:
+    """Fresh source arrays U[0, 1) (or N(0, 1)) of this device, by site name and global example (SPEC A1, R2)."""
+    B, T = window.batch if "b" in shape else 1, window.length if "s" in shape else 1
+    example0 = window.example0 if "b" in shape else 0
+    squeeze = tuple(i for i, letter in enumerate("bs", start=1) if letter not in shape)
+    out = {}
+    for g in table.groups.values():
+        keys, local = pair_keys(key, g.sites), g.C // ax.size("tp")
+        offset = ax.index(("tp",)) * local
+        c = jax.vmap(lambda k: uniform_block(k[0], example0, (B, T, local), g.C, offset))(keys)  # noqa: B023
+        delta = jax.vmap(lambda k: uniform_block(k[1], example0, (B, T, 1), 1)[..., 0])(keys)
+        pair = {"c": jnp.squeeze(c, squeeze), "delta": jnp.squeeze(delta, squeeze)}
+        out[g.name] = {k: to_normal(v) for k, v in pair.items()} if normal else pair
+    return out
+
+
+# ---------------------------------------------------------------- routing (SPEC M4)
+def draw_routes(
+    cfg: RouteAll | RouteUniformK | RouteProbability, table: SiteTable, window: Window, key: Key
+) -> dict[str, Bool[Array, "n B T"]] | None:
+    """Routes by lane, or None where everything is routed."""
+    if isinstance(cfg, RouteAll):
+        return None
+    names = [s.name for s in table.sites]
+    shape = (window.batch, window.length, 1)
+    scores = jax.vmap(lambda k: uniform_block(k, window.example0, shape, 1)[..., 0])(site_keys(key, names))
+    if isinstance(cfg, RouteProbability):
+        routes = scores < jnp.float32(cfg.p)
+    else:
+        u = uniform_block(site_keys(key, ["k"])[0], window.example0, shape, 1)[..., 0]
+        k = jnp.minimum(jnp.floor(u * len(names)).astype(jnp.int32), len(names) - 1)
+        # the k + 1 sites of lowest score are a uniform subset of that size; ranks by counting, as XLA sorts slowly on CPU
+        rank = jnp.sum(scores[None] < scores[:, None], axis=1, dtype=jnp.int32)
+        routes = rank <= k
+    order = {name: i for i, name in enumerate(names)}
+    return {n: routes[jnp.array([order[s.name] for s in lane.sites])] for n, lane in table.lanes.items()}
+
+
+# ---------------------------------------------------------------- masks (SPEC M1)
+@dataclass(frozen=True)
+class CiMasks:
+    """m = ci + (1 - ci) * source; the delta mask is the raw delta source (SPEC M1)."""
+
+    ci: Mapping[str, Float[Array, "n B T C"]]
+    source: Source
+    routes: Mapping[str, Array] | None = None
+    delta: bool = True
+
+    def rows(self, run: Run) -> Any:
+        part = lambda lanes: {k: lane_rows(run, s.row, lanes[s.lane]) for k, s in run.first.items()}  # noqa: E731
+        return part(self.ci), self.source.rows(run), None if self.routes is None else part(self.routes)
+
+    def at(self, run: Run, kind: str, row: Any) -> SiteMask:
+        ci = row[0][kind]
+        source, delta = self.source.at(run, kind, row[1])
+        source = source.astype(ci.dtype)
+        route = None if row[2] is None else row[2][kind]
+        if isinstance(self.source, Mixed) and route is not None:
+            route = route | self.source.adversarial[:, None]
+        d = jnp.broadcast_to(delta.astype(ci.dtype), ci.shape[:-1]) if self.delta and delta is not None else None
+        return SiteMask(ci + (1 - ci) * source, d, route)
+
+
+@dataclass(frozen=True)
+class GivenMasks:
+    """Masks given outright, by lane: m [n, B, T, C], delta and route [n, B, T] or None."""
+
+    m: ByLane
+    d: ByLane | None = None
+    r: ByLane | None = None
+
+    def rows(self, run: Run) -> Any:
+        part = lambda lanes: {k: lane_rows(run, s.row, lanes[s.lane]) for k, s in run.first.items()}  # noqa: E731
+        return tuple(None if x is None else part(x) for x in (self.m, self.d, self.r))
+
+    def at(self, run: Run, kind: str, row: Any) -> SiteMask:
+        return SiteMask(*(None if x is None else x[kind] for x in row))
+
+
+def by_lane(table: SiteTable, values: Mapping[str, Array]) -> ByLane:
+    """Lane stacks from a dictionary site -> array. Raises ValueError on a missing or unknown site (SPEC F1)."""
+    if missing := sorted(set(table.by_name) - set(values)):
+        raise ValueError(f"no value for the chosen sites {missing}")
+    if unknown := sorted(set(values) - set(table.by_name)):
+        raise ValueError(f"{unknown} are not among the chosen sites")
+    return {n: jnp.stack([values[s.name] for s in lane.sites]) for n, lane in table.lanes.items()}
+
+
+def by_site(table: SiteTable, lanes: Mapping[str, Array]) -> dict[str, Array]:
+    """The inverse of ``by_lane``."""
+    return {s.name: lanes[s.lane][s.row] for s in table.sites}

@@ -1,0 +1,1 @@
+"""One verb each, thin: ``main(command) -> exit code``."""

@@ -1,0 +1,15 @@
+"""What pyproject.toml cannot say: folders at the top level that are installed inside the package."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+# conf/ (and later launchers/) are pages of the repository, but must never become top-level names of an installation.
+INSIDE = {f"decomp.{name}": name for name in ("conf", "launchers") if Path(name).is_dir()}
+
+setup(
+    packages=find_packages(include=["decomp", "decomp.*"]) + list(INSIDE),
+    package_dir=INSIDE,
+    package_data={"decomp.conf": ["**/*.yaml"], "decomp.target": ["builtin/**"]},
+    include_package_data=False,
+)

@@ -1,0 +1,385 @@
+"""decomp/loop.py: SPEC K3, T6, T7; cases 20, 23, 29, 40, 43."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from fake_trainer import FakeTrainer, State, config
+from small_disk import fill, small_disk
+
+from decomp import loop
+from decomp.checkpoint import Checkpoints, restore_decomposition
+from decomp.config.errors import UserError
+from decomp.config.schema import RunConfig
+from decomp.folder import read_config
+from decomp.lock import RunLock
+from decomp.logger import read_metrics
+from decomp.loop import DIVERGED, DONE, PREEMPTED, Prefetch, Retry, identity
+from decomp.manifest import good_steps, step_folders
+
+
+def _start(cfg: RunConfig, build: Callable[[RunConfig], Any] = FakeTrainer) -> tuple[int, Path]:
+    code = loop.start(cfg, ["steps=20"], build)
+    return code, max((Path(cfg.output_dir) / cfg.experiment).iterdir())
+
+
+def _go_on(folder: Path, build: Callable[[RunConfig], Any] = FakeTrainer, **changes: Any) -> int:
+    cfg = read_config(folder).model_copy(update={"stop_after": None} | changes)
+    return loop.resume(cfg, folder, ["resumed"], build)
+
+
+def _final(folder: Path) -> tuple[int, list[bytes]]:
+    trainer = FakeTrainer(read_config(folder))
+    abstract = trainer.abstract_state()
+    found = Checkpoints(folder, 2, None, identity(trainer)).restore((abstract.decomposition, abstract.progress))
+    assert found is not None
+    return found[0], [np.asarray(x).tobytes() for x in jax.tree.leaves(found[1])]
+
+
+def _metrics(folder: Path) -> list[str]:
+    return [json.dumps({k: v for k, v in r.items() if k != "time"}) for r in read_metrics(folder)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was never stopped: what every interrupted one must equal (SPEC K3)."""
+    code, folder = _start(config(tmp_path_factory.mktemp("whole")))
+    assert code == DONE
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take most of a small run's time; ``whole`` is drawn, and test_figures.py looks at them."""
+    monkeypatch.setattr(loop.figures, "draw", lambda *_: iter(()))
+
+
+def _assert_equal(folder: Path, whole: Path) -> None:
+    assert _final(folder) == _final(whole)
+    assert _metrics(folder) == _metrics(whole)
+
+
+# ---------------------------------------------------------------- a run from beginning to end
+def test_a_run_leaves_a_whole_folder(whole: Path) -> None:
+    """DESIGN 5; case 23: a line's and a checkpoint's step is the number of updates done."""
+    for name in ("config.yaml", "overrides.txt", "revision.txt", "diff.patch", "placement.txt", "optimizer_groups.txt",
+                 "environment.txt", "metrics.jsonl", "report.html", "logs/run.log", "figures/losses.png"):  # fmt: skip
+        assert (whole / name).exists(), name
+    assert not (whole / "run.lock").exists()
+    assert [r["step"] for r in read_metrics(whole) if "loss/total" in r] == list(range(2, 21, 2))
+    assert [r["step"] for r in read_metrics(whole) if "eval/kl_ci" in r] == [10, 20]
+    assert step_folders(whole / "checkpoints") == [15, 20]
+    step, _, manifest = restore_decomposition(whole)
+    assert step == 20 and manifest["identity"]["target"] == "target-1"
+
+
+def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, folder = _start(config(tmp_path))
+    text = capsys.readouterr().out
+    assert code == DONE
+    for part in (f"run folder: {folder}", "2 sites in 1 stack group", "all  adamw", "4x4_C3  replicated",
+                 "warning: C 3 is", "step 20/20  loss", "final evaluation after 20 updates", "eval/kl_ci",
+                 "report:"):  # fmt: skip
+        assert part in text, part
+    assert text.count("final evaluation after") == 1
+
+
+def test_a_target_that_does_not_build_leaves_no_folder(tmp_path: Path) -> None:
+    def refuse(_: RunConfig) -> FakeTrainer:
+        raise UserError("target.path=nowhere: no such folder")
+
+    with pytest.raises(UserError, match="nowhere"):
+        loop.start(config(tmp_path), [], refuse)
+    assert list((tmp_path / "fake").iterdir()) == []
+
+
+def test_metrics_at_log_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the guard's three scalars leave the device at every step."""
+    fetched: list[int] = []
+    real = jax.device_get
+    monkeypatch.setattr(loop.jax, "device_get", lambda tree: (fetched.append(len(tree)), real(tree))[1])
+    _start(config(tmp_path, logger__every=10))
+    assert fetched.count(6) == 2 and all(n in (3, 6) for n in fetched)
+
+
+# ---------------------------------------------------------------- stopping and going on
+@pytest.mark.parametrize("stop_after", [10, 13])
+def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, whole: Path, stop_after: int, capsys: Any) -> None:
+    """SPEC K3, case 40; also where no checkpoint, log line or evaluation was due."""
+    code, folder = _start(config(tmp_path, stop_after=stop_after))
+    assert code == DONE and step_folders(folder / "checkpoints")[-1] == stop_after
+    assert f"resume run={folder}" in capsys.readouterr().out
+    assert not (folder / "report.html").exists()
+    assert _go_on(folder) == DONE
+    _assert_equal(folder, whole)
+    assert (folder / "overrides.txt").read_text().count("# ") == 2
+
+
+def test_killed_between_checkpoints_equals_uninterrupted(tmp_path: Path, whole: Path) -> None:
+    """Lines after the restored step are cut, a torn one too; each stands once at the end."""
+    _, folder = _start(config(tmp_path, stop_after=13))
+    shutil.rmtree(folder / "checkpoints" / "13")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 14, "loss/to')
+    assert step_folders(folder / "checkpoints") == [10]
+    assert _go_on(folder) == DONE
+    _assert_equal(folder, whole)
+
+
+def test_damaged_newest_resumes_from_the_one_before(tmp_path: Path, whole: Path, capsys: Any) -> None:
+    """SPEC K4."""
+    _, folder = _start(config(tmp_path, stop_after=13))
+    next((folder / "checkpoints" / "13" / "decomposition").rglob("manifest.ocdbt")).unlink()
+    assert _go_on(folder) == DONE
+    assert "checkpoint 13 is damaged" in capsys.readouterr().out
+    _assert_equal(folder, whole)
+
+
+class Signalling(FakeTrainer):
+    """Sends ``sign`` to its own process in the middle of something."""
+
+    where, at, sign = "step", 7, signal.SIGTERM
+
+    def _maybe(self, where: str, step: int) -> None:
+        if (where, step) == (self.where, self.at):
+            os.kill(os.getpid(), self.sign)
+            time.sleep(0.3)  # the watching thread runs
+
+    def step(self, state: State, tokens: np.ndarray) -> Any:
+        self._maybe("step", int(state.progress["step"]) + 1)
+        return super().step(state, tokens)
+
+    def warmup(self, state: State, n: int) -> Any:
+        self._maybe("warmup", n)
+        return super().warmup(state, n)
+
+    def evaluate(self, state: State, step: int) -> Any:
+        self._maybe("evaluate", step)
+        return super().evaluate(state, step)
+
+
+def _signalling(where: str, at: int, sign: signal.Signals = signal.SIGTERM) -> type[Signalling]:
+    return type("Here", (Signalling,), {"where": where, "at": at, "sign": sign})
+
+
+@pytest.mark.parametrize(
+    "where, at, sign",
+    [
+        ("step", 7, signal.SIGINT),
+        ("step", 8, signal.SIGTERM),
+        ("step", 1, signal.SIGUSR2),  # in the compile
+        ("step", 20, signal.SIGTERM),  # the last one: what is left is the final evaluation
+        ("step", 10, signal.SIGTERM),  # an evaluation is due, and waits for the resume
+        ("evaluate", 10, signal.SIGTERM),
+    ],
+)
+def test_a_signal_finishes_the_step_saves_and_goes_on_equal(
+    tmp_path: Path, whole: Path, capsys: Any, where: str, at: int, sign: signal.Signals
+) -> None:
+    """Case 29; exit code 75."""
+    before = signal.getsignal(sign)
+    code, folder = _start(config(tmp_path), _signalling(where, at, sign))
+    assert code == PREEMPTED
+    assert good_steps(folder / "checkpoints")[-1] == at
+    text = capsys.readouterr().out
+    assert f"{sign.name}: finishing this step" in text and f"resume run={folder}" in text
+    assert signal.getsignal(sign) == before
+    assert _go_on(folder) == DONE
+    _assert_equal(folder, whole)
+
+
+def test_a_signal_in_the_warm_up_has_nothing_to_save(tmp_path: Path, whole: Path, capsys: Any) -> None:
+    """SPEC T6: its optimizer is thrown away, so it begins again; as a requeued job does."""
+    code, folder = _start(config(tmp_path, loss__faithfulness={"warmup": {"steps": 13}}), _signalling("warmup", 10))
+    assert code == PREEMPTED and step_folders(folder / "checkpoints") == []
+    assert "python -m decomp steps=20" in capsys.readouterr().out
+    assert loop.run(read_config(folder), folder, FakeTrainer) == DONE
+    assert [r["step"] for r in read_metrics(folder)] == [r["step"] for r in read_metrics(whole)]
+
+
+def test_ctrl_c_twice_stops_at_once(tmp_path: Path) -> None:
+    """Also inside a call that never comes back to Python's own handlers."""
+    script = Path(__file__).with_name("fake_trainer.py")
+    root = str(Path(__file__).resolve().parents[1])
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, script, tmp_path, "delay=60", "loss.faithfulness=null"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as child:
+        assert child.stdout is not None
+        watchdog = threading.Timer(60, child.kill)
+        watchdog.start()
+        try:
+            for line in child.stdout:
+                if line.startswith("warning:"):
+                    time.sleep(1)
+                    child.send_signal(signal.SIGINT)
+                if line.startswith("SIGINT"):
+                    child.send_signal(signal.SIGINT)
+                    sent = time.monotonic()
+            assert child.wait(10) == 130
+            assert time.monotonic() - sent < 5
+        finally:
+            watchdog.cancel()
+            child.kill()
+    (folder,) = (tmp_path / "fake").iterdir()
+    assert not (folder / "run.lock").exists() and step_folders(folder / "checkpoints") == []
+
+
+def test_a_complete_run_says_so(tmp_path: Path, whole: Path, capsys: Any) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    assert _go_on(folder) == DONE
+    assert "complete, all 20 updates are done" in capsys.readouterr().out
+    (folder / "report.html").unlink()
+    assert _go_on(folder) == DONE
+    assert (folder / "report.html").exists() and _metrics(folder) == _metrics(whole)
+
+
+def test_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
+    """Case 25."""
+
+    class Other(FakeTrainer):
+        def target_hash(self) -> str:
+            return "target-2"
+
+    _, folder = _start(config(tmp_path, stop_after=5))
+    with pytest.raises(UserError, match="target is target-1 in the checkpoint, target-2 here"):
+        _go_on(folder, Other)
+    assert "another decomposition" in (folder / "logs" / "run.log").read_text()
+
+
+def test_second_writer_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    """Case 43."""
+    _, folder = _start(config(tmp_path, stop_after=5))
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    with RunLock(folder), pytest.raises(UserError, match="writes here"):
+        _go_on(folder, checkpoint=config(tmp_path, checkpoint__every=3).checkpoint)
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+
+
+# ---------------------------------------------------------------- what is not finite
+def test_a_non_finite_update_is_named_and_skipped(tmp_path: Path, capsys: Any) -> None:
+    """SPEC T7."""
+    code, folder = _start(config(tmp_path, max_skipped=3), lambda cfg: FakeTrainer(cfg, poison=(4, 8, 9)))
+    assert code == DONE
+    text = capsys.readouterr().out
+    assert "step 4: recon/stochastic was not finite: update skipped (1 in a row)" in text
+    assert "step 9: recon/stochastic was not finite: update skipped (2 in a row)" in text
+    record = next(r for r in read_metrics(folder) if r["step"] == 4)
+    assert record["guard/bad_term"] == "recon/stochastic" and np.isnan(record["loss/total"])
+    assert read_metrics(folder)[-2]["guard/skipped_total"] == 3
+
+
+def test_max_skipped_in_a_row_stops_with_the_last_good_checkpoint(tmp_path: Path, capsys: Any) -> None:
+    code, folder = _start(config(tmp_path, max_skipped=3), lambda cfg: FakeTrainer(cfg, poison=(7, 8, 9)))
+    assert code == DIVERGED
+    assert good_steps(folder / "checkpoints") == [5]
+    text = capsys.readouterr().out
+    assert "diverged: recon/stochastic was not finite in 3 updates in a row, the last one 9" in text
+    assert f"the last good checkpoint is {folder / 'checkpoints' / '5'}" in text
+
+
+def test_divergence_in_the_last_update_is_no_success(tmp_path: Path) -> None:
+    code, folder = _start(config(tmp_path, max_skipped=2), lambda cfg: FakeTrainer(cfg, poison=(19, 20)))
+    assert code == DIVERGED and good_steps(folder / "checkpoints") == [10, 15]
+
+
+# ---------------------------------------------------------------- disks
+class Filling(FakeTrainer):
+    """Fills the disk at one update and empties it at another."""
+
+    disk: Path
+    full, free = 6, 1000
+
+    def step(self, state: State, tokens: np.ndarray) -> Any:
+        done = int(state.progress["step"])
+        if done == self.full:
+            end = time.monotonic() + 60
+            while not list(self.disk.glob("fake/*/checkpoints/5/manifest.json")):
+                assert time.monotonic() < end, "checkpoint 5 was not saved"
+                time.sleep(0.01)
+            fill(self.disk, leave=64 * 1024)
+        if done == self.free:
+            (self.disk / "ballast").unlink()
+        return super().step(state, tokens)
+
+
+def test_full_disk_is_said_retried_and_mended(tmp_path: Path, capsys: Any) -> None:
+    """Case 20."""
+    with small_disk(tmp_path / "disk", "8m") as disk:
+        build = type("Mended", (Filling,), {"disk": disk, "free": 11})
+        code, folder = _start(config(disk), lambda cfg: build(cfg, megabytes=1.0))
+        text = capsys.readouterr().out
+        assert code == DONE, text
+        assert "warning: checkpoint 10 was not saved: no space left" in text and "last good checkpoint is 5" in text
+        assert good_steps(folder / "checkpoints")[-1] == 20
+        steps = [int(line.split()[1]) for line in text.splitlines() if line.startswith("checkpoint ")]
+        assert steps[0] == 5 and 10 < steps[1] < 15  # retried at once, not at the next multiple
+
+
+def test_disk_that_stays_full_ends_the_run_with_exit_2(tmp_path: Path, capsys: Any) -> None:
+    with small_disk(tmp_path / "disk", "8m") as disk:
+        build = type("Full", (Filling,), {"disk": disk})
+        with pytest.raises(UserError, match=r"checkpoint 20 could not be saved: no space left.*the last good one is 5"):
+            _start(config(disk), lambda cfg: build(cfg, megabytes=1.0))
+        (folder,) = (disk / "fake").iterdir()
+        assert good_steps(folder / "checkpoints") == [5] and not (folder / "run.lock").exists()
+        assert [r["step"] for r in read_metrics(folder) if "eval/kl_ci" in r] == [10, 20]
+        (disk / "ballast").unlink()
+        assert _go_on(folder, lambda cfg: FakeTrainer(cfg, megabytes=1.0)) == DONE
+
+
+def test_a_disk_too_small_for_two_saves_is_refused_at_start(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "3m") as disk, pytest.raises(UserError, match="two checkpoints need 4 MB"):
+        _start(config(disk), lambda cfg: FakeTrainer(cfg, megabytes=2.0))
+
+
+# ---------------------------------------------------------------- parts
+def test_profile_writes_a_trace(tmp_path: Path) -> None:
+    code, folder = _start(config(tmp_path, steps=4, profile__steps=[2, 3]))
+    assert code == DONE
+    assert list((folder / "profile").rglob("*.xplane.pb"))
+
+
+def test_prefetch_is_ahead_in_order_and_off_the_thread() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def batch(step: int) -> np.ndarray:
+        asked.append((step, threading.get_ident()))
+        return np.full(1, step)
+
+    with Prefetch(batch, first=3, end=7) as batches:
+        assert [int(batches.take(step)[0]) for step in range(3, 7)] == [3, 4, 5, 6]
+    assert [step for step, _ in asked] == [3, 4, 5, 6]
+    assert threading.get_ident() not in {thread for _, thread in asked}
+
+
+def test_an_error_in_the_data_reaches_the_loop() -> None:
+    def batch(step: int) -> np.ndarray:
+        raise UserError(f"no batch {step}")
+
+    with Prefetch(batch, 0, 5) as batches, pytest.raises(UserError, match="no batch 0"):
+        batches.take(0)
+
+
+def test_retries_back_off() -> None:
+    retry, tried = Retry(), []
+    for step in range(40):
+        if step == 0 or retry.due():
+            tried.append(step)
+            retry.failed()
+    assert tried == [0, 1, 3, 7, 15, 31]
+    retry.succeeded()
+    assert not any(retry.due() for _ in range(600))
