@@ -8,6 +8,7 @@ none of which orbax notices (DESIGN 6).
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -106,8 +107,11 @@ class Checkpoints:
         began = time.monotonic()
         try:
             self._begin(step, state)
+            reason = None
         except SAVE_ERRORS as error:
-            return self._fail(step, error)
+            reason = short_reason(error)
+        if reason is not None:
+            return self._fail(step, reason)
         arguments = (step, arrays_of(state), began)
         self._ending = threading.Thread(target=self._end, args=arguments, name="checkpoint", daemon=True)
         self._ending.start()
@@ -137,25 +141,28 @@ class Checkpoints:
 
     def _end(self, step: int, arrays: list[dict[str, Any]], began: float) -> None:
         """Runs on its own thread: orbax's commit, then the manifest, then retention."""
+        nbytes, reason = 0, None
         try:
             assert self._manager is not None
             self._manager.wait_until_finished()
-            nbytes = 0
             if jax.process_index() == 0:
                 nbytes = write_manifest(self.root / str(step), step, self.identity, arrays)
         except SAVE_ERRORS as error:
-            return self._fail(step, error)
+            reason = short_reason(error)
+        if reason is not None:
+            return self._fail(step, reason)
         self._events.put(Saved(step, time.monotonic() - began, nbytes))
         if jax.process_index() == 0:
             self._retire(step)
 
-    def _fail(self, step: int, error: Exception) -> None:
-        reason = short_reason(error)
-        # Orbax leaves coroutines behind when it fails early; Python would say so, at any later moment.
-        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    def _fail(self, step: int, reason: str) -> None:
         self._reset()  # the manager still lists the step that failed
         for leftover in (self.root / str(step), *self.root.glob(f"{step}.orbax-checkpoint-tmp*")):
             shutil.rmtree(leftover, ignore_errors=True)
+        with warnings.catch_warnings():
+            # Orbax leaves coroutines behind when it fails early; Python would say so, at any later moment.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            gc.collect()
         self._events.put(Failed(step, reason))
 
     def _reset(self) -> None:

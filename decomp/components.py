@@ -13,6 +13,7 @@ from decomp import placement as pl
 from decomp.config.schema import Placement
 from decomp.keys import Key, key_of, normals, site_keys
 from decomp.mesh import DATA_AXES
+from decomp.numerics import matmul
 from decomp.placement import Axes, Dims, Leaf
 from decomp.sites import SiteTable
 
@@ -90,18 +91,18 @@ def masked_site(
     ``whole`` output is wanted, summed together with them.
     """
     m = mask.m if mask.d is None else mask.m - mask.d[..., None]
-    h = (x @ V) * m
+    h = matmul(x, V) * m
     frozen = mask.d
     if mask.r is not None:
         h = jnp.where(mask.r[..., None], h, jnp.zeros((), h.dtype))
         kept = jnp.zeros((), h.dtype) if mask.d is None else mask.d
         frozen = jnp.where(mask.r, kept, jnp.ones((), h.dtype))
-    y = h @ U
+    y = matmul(h, U)
     if whole:
-        y = y if frozen is None else y + ax.place_columns(frozen[..., None] * (x @ W))
+        y = y if frozen is None else y + ax.place_columns(frozen[..., None] * matmul(x, W))
         return ax.psum(y, ("tp",))
     y = ax.psum_scatter(y, ("tp",), x.ndim - 1)
-    return y if frozen is None else y + frozen[..., None] * (x @ W)
+    return y if frozen is None else y + frozen[..., None] * matmul(x, W)
 
 
 def site_factors(stacks: Stacks, table: SiteTable, name: str) -> tuple[Array, Array]:

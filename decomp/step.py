@@ -26,6 +26,7 @@ from decomp.config.schema import AdamW, Loss, PersistentSource, Recon, RunConfig
 from decomp.loss import adversary, minimality, objective, reconstruction
 from decomp.loss.faithfulness import faithfulness
 from decomp.mesh import DATA_AXES
+from decomp.numerics import wide
 from decomp.placement import Axes
 from decomp.state import SCALAR, State
 from decomp.target.llama import Clean
@@ -152,12 +153,11 @@ class Step:
                 cfg, objective.ascent_gradient(self.model, term, ctx, copies["components"], here.lower, own)
             )
 
-        def ascent(source: Tree, _: None) -> tuple[Tree, None]:
+        for _ in range(cfg.num_warmup_steps):  # unrolled: as a loop's carry the sources would be copied in and out
             raw = source["raw"]
-            grads = self.merge(cfg, *self.over_windows(lambda j: window(j, raw)))
-            return self.ascend(name, source, grads, given.step), None
-
-        return jax.lax.scan(ascent, source, None, length=cfg.num_warmup_steps)[0]
+            grads = self.merge(cfg, *self.over_windows(lambda j, raw=raw: window(j, raw)))
+            source = self.ascend(name, source, grads, given.step)
+        return source
 
     def backward(
         self, copies: Tree, seen: Seen, sums: Sums, kept: Any, sources: Tree, slopes: Tree, given: Given
@@ -368,7 +368,7 @@ class Step:
 
     @property
     def wide(self) -> Any:
-        return jnp.promote_types(self.compute_dtype, jnp.float32)
+        return wide(self.compute_dtype)
 
     def coefficient_of(self, name: str) -> Schedule:
         return self.terms[name].coeff if name in self.terms else getattr(self.loss, name).coeff

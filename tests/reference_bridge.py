@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -152,6 +152,11 @@ def ci_tree(fn: ChunkTransformer, params: Any) -> dict[str, Any]:
             w_in, b_in = np.asarray(p["w_in"][i]), np.asarray(p["b_in"][i])
             out[f"from{first}"] = {"in_w": w_in, "in_b": b_in, "blocks": blocks, "heads": heads}
     return out
+
+
+def quick_jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """jit without the back end's optimizations: compiling is most of these tests' time."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def close(got: Any, expected: Any, rel: float = 1e-6) -> None:

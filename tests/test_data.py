@@ -6,13 +6,15 @@ import os
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
 from decomp.config import schema
 from decomp.config.errors import UserError
 from decomp.data import base, stdlib
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 
 def byte_tokenizer(*special: str) -> Tokenizer:
@@ -35,7 +37,8 @@ def library(folder: Path, n: int = 200, chars: int = 120) -> Path:
 
 
 def data(root: Path, seed: int = 0, **keys: int) -> stdlib.StdlibData:
-    cfg = schema.StdlibData(**({"batch_size": 8, "seq_len": 16} | keys))
+    values: dict[str, Any] = {"batch_size": 8, "seq_len": 16} | keys
+    cfg = schema.StdlibData(**values)
     return stdlib.StdlibData(cfg, byte_tokenizer("<|endoftext|>"), seed, root)
 
 

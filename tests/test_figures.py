@@ -94,7 +94,7 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
 def test_spectrum_sorts_and_keeps_dead_components_in_view() -> None:
     drawn = figures._spectrum({SITES[0]: np.asarray([0.0, 0.5, 1e-3])})
     (axes,) = drawn.axes
-    assert list(axes.lines[0].get_ydata()) == [0.5, 1e-3, figures.SMALLEST_CI]
+    assert np.asarray(axes.lines[0].get_ydata()).tolist() == [0.5, 1e-3, figures.SMALLEST_CI]
     assert axes.get_yscale() == "log" and axes.get_title() == "q_proj"
 
 
@@ -107,7 +107,7 @@ def test_one_panel_per_kind_one_line_per_layer() -> None:
 def test_curves_skip_what_is_not_a_number() -> None:
     records = [{"step": 1, "loss/total": 1.0}, {"step": 2, "loss/total": math.nan}, {"step": 3, "loss/total": None}]
     drawn = figures._losses([*records, {"step": 4, "loss/total": 2.0}])
-    assert list(drawn.axes[0].lines[0].get_xdata()) == [1, 2, 4]
+    assert np.asarray(drawn.axes[0].lines[0].get_xdata()).tolist() == [1, 2, 4]
 
 
 def test_an_unwritable_folder_is_one_line(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:

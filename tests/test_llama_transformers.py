@@ -16,14 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_data import byte_tokenizer
+
 from decomp.sites import empty_table
 from decomp.target import llama, pretrain, pretrained
 from decomp.target.shape import LlamaShape, RopeScaling
-from test_data import byte_tokenizer
 
 STORIES = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K"
 TINY = LlamaShape(
-    n_layers=3, d_model=24, n_heads=4, n_kv_heads=2, head_dim=6, d_mlp=40, vocab=300, tied=True, rms_eps=1e-5, max_positions=64
+    n_layers=3, d_model=24, n_heads=4, n_kv_heads=2, head_dim=6, d_mlp=40, vocab=300, tied=True, rms_eps=1e-5,
+    max_positions=64,
 )  # fmt: skip
 # Bands that matter at 40 positions: some pairs keep their frequency, some are blended, some are divided.
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64)
@@ -52,7 +54,7 @@ def hf() -> Any:
 
 
 def random_tensors(shape: LlamaShape) -> dict[str, np.ndarray]:
-    """Weights of a size that keeps logits near 1; norms and biases are far from their defaults, so none can be skipped."""
+    """Weights that keep logits near 1; norms and biases are far from their defaults, so none can be skipped."""
     rng = np.random.default_rng(0)
 
     def one(name: str, dims: tuple[int, ...]) -> np.ndarray:

@@ -11,15 +11,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from decomp.config.errors import UserError
-from decomp.target import pretrained
-from decomp.target.shape import LlamaShape, RopeScaling
 from safetensors.numpy import load_file, save_file
 from test_data import byte_tokenizer
 from tokenizers import Tokenizer
 
+from decomp.config.errors import UserError
+from decomp.target import pretrained
+from decomp.target.shape import LlamaShape, RopeScaling
+
 SHAPE = LlamaShape(
-    n_layers=2, d_model=8, n_heads=4, n_kv_heads=2, head_dim=4, d_mlp=12, vocab=257, tied=True, rms_eps=1e-5, max_positions=64
+    n_layers=2, d_model=8, n_heads=4, n_kv_heads=2, head_dim=4, d_mlp=12, vocab=257, tied=True, rms_eps=1e-5,
+    max_positions=64,
 )  # fmt: skip
 LLAMA31 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 STORIES = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K"
@@ -121,8 +123,8 @@ def test_llama31_config_of_transformers_4_and_5(tmp_path: Path):
     """Llama-3.1-8B's own config.json, and the form that transformers 5 writes."""
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     config = {
-        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
-        "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096,
         "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
         "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
         "rms_norm_eps": 1e-05, "rope_scaling": {**scaling, "rope_type": "llama3"}, "rope_theta": 500000.0,

@@ -22,6 +22,7 @@ from reference_bridge import (
     close,
     component_dims,
     lanes,
+    quick_jit,
     random_factors,
     reference_shape,
     sites_of,
@@ -83,7 +84,7 @@ def test_clean_forward(name: str) -> None:
     shape = tiny_shape(**SHAPES[name])
     table, weights, tokens = chosen_table(shape, "all"), weights_of(shape), _tokens()
     params = target_params(shape, table, weights)
-    forward = jax.jit(lambda t: llama.clean_forward(ONE_DEVICE, shape, table, params, t, EVERYTHING))
+    forward = quick_jit(lambda t: llama.clean_forward(ONE_DEVICE, shape, table, params, t, EVERYTHING))
     clean = forward(jnp.asarray(tokens))
     expected = ref.Forward(reference_shape(shape), weights)
     close(llama.logits(shape, params, clean.hidden), expected.logits(tokens))
@@ -109,15 +110,16 @@ def test_masked_forward(name: str, chosen: str, paths: str) -> None:
     r = {s.name: rng.random((BATCH, LENGTH)) < 0.5 for s in table.sites} if paths != "neither" else None
 
     masked = {
-        n: ref.Masked(**uv, mask=m[n], delta=d and d[n], route=None if r is None else r[n]) for n, uv in factors.items()
+        n: ref.Masked(**uv, mask=m[n], delta=None if d is None else d[n], route=None if r is None else r[n])
+        for n, uv in factors.items()
     }
     expected = ref.Forward(reference_shape(shape), weights, masked)
     logits = expected.logits(tokens)
 
     params, model = target_params(shape, table, weights), llama.Llama(shape, table, ONE_DEVICE)
-    given = GivenMasks(lanes(table, m), d and lanes(table, d), r and lanes(table, r))
+    given = GivenMasks(lanes(table, m), *(None if x is None else lanes(table, x) for x in (d, r)))
 
-    @jax.jit
+    @quick_jit
     def forward(copies: Any, tokens: Any) -> Any:
         start = model.clean(params, _dims(shape, table), tokens).start
         return model.masked(params, _dims(shape, table), copies, component_dims(table), given, start, EVERYTHING)
@@ -149,10 +151,13 @@ def test_chunk_transformer(taps: str, per_chunk: int, chosen: str) -> None:
     params = jax.tree.map(
         lambda leaf: jnp.asarray(0.4 * rng.standard_normal(leaf.shape)), leaf_tree, is_leaf=lambda x: hasattr(x, "axes")
     )
-    clean = llama.clean_forward(
-        ONE_DEVICE, shape, table, target_params(shape, table, weights), jnp.asarray(tokens), fn.captures
-    )
-    got = sites_of(table, fn(params, tree_dims(leaf_tree, ONE_DEVICE.sizes), clean.captures, None))
+    target = target_params(shape, table, weights)
+
+    def product(params: Any, tokens: Any) -> Any:
+        clean = llama.clean_forward(ONE_DEVICE, shape, table, target, tokens, fn.captures)
+        return fn(params, tree_dims(leaf_tree, ONE_DEVICE.sizes), clean.captures, None)
+
+    got = sites_of(table, quick_jit(product)(params, jnp.asarray(tokens)))
 
     forward = ref.Forward(reference_shape(shape), weights)
     forward.logits(tokens)

@@ -30,6 +30,7 @@ from reference_bridge import (
     component_dims,
     factors_of,
     lanes,
+    quick_jit,
     random_factors,
     reference_shape,
     sites_of,
@@ -132,7 +133,7 @@ def test_faithfulness(normalize: Any) -> None:
         frozen, dims = case.params["sites"], component_dims(case.table)
         return faithfulness(ONE_DEVICE, case.table, components, dims, frozen, normalize)
 
-    value, gradient = jax.jit(jax.value_and_grad(product))(case.stacks)
+    value, gradient = quick_jit(jax.value_and_grad(product))(case.stacks)
     close(value, ref_losses.faithfulness(W, case.factors, normalize))
     check_gradient(lambda f: ref_losses.faithfulness(W, f, normalize), case.factors, factors_of(case.table, gradient))
 
@@ -155,7 +156,7 @@ def test_minimality(name: str) -> None:
         f = minimality.rates(ONE_DEVICE, penalty, squash(a)[1], jnp.asarray(value), N_POSITIONS)
         return minimality.total(ONE_DEVICE, f), f
 
-    (total, f), gradient = jax.jit(jax.value_and_grad(product, has_aux=True))(lanes(case.table, a))
+    (total, f), gradient = quick_jit(jax.value_and_grad(product, has_aux=True))(lanes(case.table, a))
 
     def expected(a: tree.Tree) -> dict[str, np.ndarray]:
         return ref_losses.frequencies({n: ref_ci.upper(x) for n, x in a.items()}, psi)
@@ -175,7 +176,7 @@ def test_frequency(halflife: float | None, reference_count: float | None) -> Non
     rng = np.random.default_rng(7)
     zeros = {s.name: np.zeros(s.C) for s in case.table.sites}
     raw, mean, count = zeros, lanes(case.table, zeros), jnp.zeros((), jnp.int32)
-    average = jax.jit(lambda *x: minimality.average(cfg, *x))
+    average = quick_jit(lambda *x: minimality.average(cfg, *x))
     for update in range(3):
         f = {n: rng.random(z.shape) for n, z in zeros.items()}
         mean, f_hat, count = average(mean, count, lanes(case.table, f))
@@ -201,7 +202,7 @@ def test_kl(chunk: int) -> None:
     def product(masked: Any) -> Any:
         return reconstruction.mean_kl(ONE_DEVICE, jnp.asarray(clean), masked, jnp.asarray(head), chunk, N_POSITIONS)
 
-    value, gradient = jax.jit(jax.value_and_grad(product))(jnp.asarray(masked))
+    value, gradient = quick_jit(jax.value_and_grad(product))(jnp.asarray(masked))
     close(value, ref_losses.kl(clean @ head, masked @ head))
     check_gradient(lambda p: ref_losses.kl(clean @ head, p["x"] @ head), {"x": masked}, {"x": np.asarray(gradient)})
 
@@ -226,7 +227,7 @@ def test_recon_of_stored_sources(letters: str, routed: bool, delta: bool) -> Non
         return case.recon(factors, ci, masks.Stored(values, letters), lane_routes, delta)
 
     at = (case.stacks, case.ci_lanes, source_values(case.table, raw))
-    value, grads = jax.jit(jax.value_and_grad(product, argnums=(0, 1, 2)))(*at)
+    value, grads = quick_jit(jax.value_and_grad(product, argnums=(0, 1, 2)))(*at)
 
     bundle = Adversary("persistent", letters, 0, 0.0, {})
 
@@ -251,7 +252,7 @@ def test_recon_of_stored_sources(letters: str, routed: bool, delta: bool) -> Non
 def test_recon_of_a_constant_source(constant: float) -> None:
     """M2: no delta path."""
     case = the_case()
-    product = jax.jit(lambda factors, ci: case.recon(factors, ci, masks.Constant(constant), None))
+    product = quick_jit(lambda factors, ci: case.recon(factors, ci, masks.Constant(constant), None))
     value = product(case.stacks, case.ci_lanes)
     sources = ref_masks.constant(case.ci, constant)
     close(value, recon(case.reference, case.clean, case.factors, case.ci, sources, None))
@@ -269,7 +270,7 @@ def test_recon_of_a_mixed_source(routed: bool) -> None:
         source = masks.Mixed(masks.Stored(values, "bc"), injected, jnp.asarray(adversarial))
         return case.recon(factors, ci, source, None if routes is None else lanes(case.table, routes))
 
-    value = jax.jit(product)(case.stacks, case.ci_lanes, source_values(case.table, bundle))
+    value = quick_jit(product)(case.stacks, case.ci_lanes, source_values(case.table, bundle))
     term = Term(1.0, (Draw(fresh, routes, adversarial),), Adversary("persistent", "bc", 0, 0.0, {}))
     close(value, term_value(case.reference, case.clean, case.factors, case.ci, term, [bundle]))
 
@@ -292,7 +293,7 @@ def test_hidden_activation(captures: tuple[str, ...]) -> None:
     def product(factors: Any) -> Any:
         return case.recon(factors, case.ci_lanes, _stored(case, sources, "bsc"), None, captures=captures)[1]
 
-    value, gradient = jax.jit(jax.value_and_grad(product))(case.stacks)
+    value, gradient = quick_jit(jax.value_and_grad(product))(case.stacks)
 
     def expected(factors: tree.Tree) -> float:
         masked = ref_masks.masked_sites(factors, case.ci, sources, None)
@@ -322,7 +323,7 @@ def test_source_ascents(kind: str, parametrize: Any) -> None:
         state |= {"m": zeros, "v": zeros, "count": jnp.zeros((), jnp.int32)}
     moments = tree.zip_map(ref_optim.zero_moments, raw)
     lr = ref_optim.schedule(curve, 7, 20)
-    ascend = jax.jit(lambda state, grads: adversary.ascend(cfg, state, grads, 7, 20))
+    ascend = quick_jit(lambda state, grads: adversary.ascend(cfg, state, grads, 7, 20))
     for _ in range(4):
         grads = tree.zip_map(lambda leaf: rng.standard_normal(leaf.shape), raw)
         state = ascend(state, source_values(case.table, grads))
@@ -343,7 +344,7 @@ def test_fresh_pgd() -> None:
     routes = lanes(case.table, case.routes)
     factors, ci = case.stacks, case.ci_lanes
     gradient = jax.grad(lambda values: case.recon(factors, ci, masks.Stored(values, "c"), routes))
-    values = jax.jit(lambda v: adversary.fresh_pgd(v, gradient, 3, 0.1))(source_values(case.table, start))
+    values = quick_jit(lambda v: adversary.fresh_pgd(v, gradient, 3, 0.1))(source_values(case.table, start))
     term = Term(1.0, (Draw(start, case.routes),), Adversary("fresh_pgd", "c", 3, 0.1, {"kind": "sign"}))
     expected = ref_fresh_pgd(case.reference, case.clean, case.factors, case.ci, term, 0)
     for site, parts in sources_of(case.table, values).items():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from reference import optim as ref
-from reference_bridge import close
+from reference_bridge import close, quick_jit
 
 from decomp import optim, schedule
 from decomp.config import schema
@@ -52,7 +52,7 @@ def _curve(name: str) -> Any:
 @pytest.mark.parametrize("steps", [1, 2, 11, 41])
 def test_schedule(name: str, steps: int) -> None:
     """T2 at every step of runs of several lengths, on the host and traced."""
-    got = jax.jit(jax.vmap(lambda s: schedule.value(_curve(name), s, steps, jnp.float64)))(jnp.arange(steps))
+    got = quick_jit(jax.vmap(lambda s: schedule.value(_curve(name), s, steps, jnp.float64)))(jnp.arange(steps))
     expected = np.array([ref.schedule(CURVES[name], s, steps) for s in range(steps)])
     np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-15 * np.max(expected))
     host = [float(schedule.value(_curve(name), s, steps, jnp.float64)) for s in (0, steps - 1)]
@@ -118,7 +118,7 @@ def test_three_updates_of_all_groups() -> None:
     }
     ours = {name: jnp.asarray(x) for name, x in params.items()}
     moments = optim.init(table, ours)
-    update = jax.jit(lambda g, p, m, s: optim.update(table, mesh, g, p, m, s, steps))
+    update = quick_jit(lambda g, p, m, s: optim.update(table, mesh, g, p, m, s, steps))
     for step in range(3):
         grads = {name: rng.standard_normal(dims) for name, dims in LEAVES.items()}
         ours, moments, logs = update({n: jnp.asarray(g) for n, g in grads.items()}, ours, moments, jnp.int32(step))
@@ -134,5 +134,5 @@ def test_three_updates_of_all_groups() -> None:
 def test_newton_schulz(dims: tuple[int, int]) -> None:
     """T5: wide, tall and square; batched over the stack as matrix by matrix."""
     stack = np.random.default_rng(1).standard_normal((3, *dims)) * np.array([1e-3, 1.0, 1e3])[:, None, None]
-    got = jax.jit(lambda x: optim.newton_schulz(x, 5))(jnp.asarray(stack))
+    got = quick_jit(lambda x: optim.newton_schulz(x, 5))(jnp.asarray(stack))
     close(got, np.stack([ref.newton_schulz(one, 5, NS_EPS) for one in stack]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from unittest import mock
 
@@ -30,6 +30,7 @@ from reference_bridge import (
     ci_tree,
     close,
     factors_of,
+    quick_jit,
     read_source,
     reference_shape,
     sites_of,
@@ -159,8 +160,7 @@ class Run:
         self.state = state.init(mesh, self.table, t.ci_fn, t.groups, cfg, t.leaves, jnp.float64)
         taps = {f"from{i}": (f"resid.{i}",) for i in range(SHAPE.n_layers)}
         self.model = Model(reference_shape(SHAPE), self.weights, taps, cfg.ci_fn.n_heads, RMS_EPS)
-        quick = {"xla_backend_optimization_level": 0}  # compiling is most of this test's time
-        self.compiled = jax.jit(self.gradient_and_step, compiler_options=quick)
+        self.compiled = quick_jit(self.gradient_and_step)
 
     def gradient_and_step(self, s: state.State, tokens: jax.Array) -> Any:
         """The whole step, and the gradient it is made from; traced once."""
@@ -247,7 +247,7 @@ class Run:
                 if term is not None
             }
 
-        return jax.jit(draws)
+        return quick_jit(draws)
 
     def _drawn(self, name: str, term: schema.Recon, step: Any, index: int, raw: Any) -> tuple[Any, Any, Any]:
         nothing: Any = None
@@ -317,6 +317,12 @@ def _check_gradient(loss: Any, params: tree.Tree, gradient: tree.Tree) -> None:
             assert got == pytest.approx(expected, rel=1e-4), f"{part}: {got} along a direction where it is {expected}"
 
 
+def _checked(gradient: tree.Tree, loss: Any, params: tree.Tree) -> tree.Tree:
+    """The product's gradient, once it has passed."""
+    _check_gradient(loss, params, gradient)
+    return gradient
+
+
 def _compare(got: tree.Tree, expected: tree.Tree, rel: float = 1e-6) -> None:
     expected_leaves = dict(tree.leaves(expected))
     got_leaves = dict(tree.leaves(got))
@@ -334,11 +340,9 @@ def test_two_steps(cfg: schema.RunConfig) -> None:
         grads, (here, metrics) = run.compiled(here, jnp.asarray(tokens))
         gradient = run.params(grads)
 
-        def checked(loss: Any, params: tree.Tree, gradient: tree.Tree = gradient) -> tree.Tree:
-            _check_gradient(loss, params, gradient)
-            return gradient
-
-        theirs, values = ref.step(run.model, run.settings(step), run.groups(step), theirs, tokens, checked)
+        theirs, values = ref.step(
+            run.model, run.settings(step), run.groups(step), theirs, tokens, partial(_checked, gradient)
+        )
         for name, value in values.items():
             close(metrics[f"loss/{name}"], value)
         for name, group in run.groups(step).items():
@@ -354,7 +358,7 @@ def test_two_steps(cfg: schema.RunConfig) -> None:
 
 
 def _check_guard(run: Run, here: state.State, tokens: jax.Array) -> None:
-    """T7: with one parameter that is not a number everything stays as it was, but the step goes on and it is counted."""
+    """T7: with one parameter not a number everything stays as it was, but the step goes on and it is counted."""
     first = next(iter(run.table.groups))
     broken = jax.tree.map(lambda x: x, here)
     factors = broken.decomposition["components"][first]
@@ -375,7 +379,8 @@ def test_faithfulness_warmup() -> None:
     """T6: three AdamW updates on L1 alone, in two calls; gradients of the reference entry by entry."""
     run = Run(EVERYTHING)
     W = {s.name: run.weights[f"{s.name}.weight"] for s in run.table.sites}
-    update, init = run.training.warmup
+    warmup: Any = run.training.warmup
+    update, init = warmup
     components = run.state.decomposition["components"]
     params = factors_of(run.table, components)
     moments = tree.zip_map(ref_optim.zero_moments, params)

@@ -16,7 +16,6 @@ from decomp.config.schema import RunConfig
 from decomp.mesh import AXES
 from decomp.state import State
 from decomp.step import Step
-from decomp.target import llama
 from decomp.target.shape import LlamaShape
 
 SHAPE = LlamaShape(
@@ -57,7 +56,8 @@ class RandomTensors:
     def __init__(self, shape: LlamaShape, seed: int = 0):
         names = shape.tensors()
         self.arrays = {
-            n: _draw(n, s, np.random.default_rng([seed, i])).astype(np.float32) for i, (n, s) in enumerate(names.items())
+            n: _draw(n, s, np.random.default_rng([seed, i])).astype(np.float32)
+            for i, (n, s) in enumerate(names.items())
         }
 
     def get(self, name: str) -> np.ndarray:

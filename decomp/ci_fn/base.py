@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from decomp.numerics import wide
+
 LEAK = 0.01
 
 
@@ -60,5 +62,4 @@ def upper(a: Float[Array, "*n"]) -> Float[Array, "*n"]:
 
 def squash(a: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
     """(lower, upper) of every lane; upper at least in float32, where minimality is summed (SPEC P1)."""
-    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
-    return {n: lower(x) for n, x in a.items()}, {n: upper(wide(x)) for n, x in a.items()}
+    return {n: lower(x) for n, x in a.items()}, {n: upper(x.astype(wide(x.dtype))) for n, x in a.items()}

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from decomp.config.schema import ChunkTransformer as Config
 from decomp.keys import Key, key_of, normals, site_keys, uniform_block
+from decomp.numerics import matmul, wide
 from decomp.placement import Axes, Leaf, resting_layout
 from decomp.sites import Site, SiteTable
 from decomp.target.llama import attention, rms_norm
@@ -139,8 +140,8 @@ class ChunkTransformer:
         per_block = {k: v.reshape((-1, nb) + v.shape[1:]) for k, v in params.items() if k not in PER_CHUNK}
         length = taps[0].shape[2]
         angles = np.arange(length)[:, None] * ROPE_BASE ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
-        wide = jnp.promote_types(taps[0].dtype, jnp.float32)
-        rope = jnp.asarray(np.cos(angles), wide), jnp.asarray(np.sin(angles), wide)
+        dtype = wide(taps[0].dtype)
+        rope = jnp.asarray(np.cos(angles), dtype), jnp.asarray(np.sin(angles), dtype)
 
         def chunk(_: None, xs: Any) -> tuple[None, dict[str, Array]]:
             own, blocks, tap = xs
@@ -158,21 +159,21 @@ class ChunkTransformer:
     def _enter(self, p: Any, dims: Any, taps: list[Array]) -> Array:
         x = jnp.concatenate([rms_norm(t, None, RMS_EPS) for t in taps], axis=-1)
         x = self.ax.shard(self.ax.varying(x, ("tp",)), ("tp",), x.ndim - 1)
-        return self.ax.psum(x @ self.ax.over_node(p["w_in"], dims["w_in"]), ("tp",)) + p["b_in"]
+        return self.ax.psum(matmul(x, self.ax.over_node(p["w_in"], dims["w_in"])), ("tp",)) + p["b_in"]
 
     def _block(self, p: Any, dims: Any, rope: Any, x: Array) -> Array:
         """A pre-norm block: bidirectional attention, then a GELU MLP; column then row shares over ``tp``."""
         w = lambda k: self.ax.over_node(p[k], dims[k])  # noqa: E731
         h = self.ax.varying(rms_norm(x, None, RMS_EPS), ("tp",))
-        mixed = attention(h @ w("q"), h @ w("k"), h @ w("v"), rope, self.head_dim, causal=False)
-        x = x + self.ax.psum(mixed @ w("o"), ("tp",))
+        mixed = attention(*(matmul(h, w(k)) for k in "qkv"), rope, self.head_dim, causal=False)
+        x = x + self.ax.psum(matmul(mixed, w("o")), ("tp",))
         h = self.ax.varying(rms_norm(x, None, RMS_EPS), ("tp",))
-        h = jax.nn.gelu(h @ w("mlp_in") + p["mlp_in_bias"], approximate=False)
-        return x + self.ax.psum(h @ w("mlp_out"), ("tp",)) + p["mlp_out_bias"]
+        h = jax.nn.gelu(matmul(h, w("mlp_in")) + p["mlp_in_bias"], approximate=False)
+        return x + self.ax.psum(matmul(h, w("mlp_out")), ("tp",)) + p["mlp_out_bias"]
 
     def _heads(self, p: Any, dims: Any, x: Array) -> dict[str, Array]:
         x = self.ax.varying(x, ("tp",))
-        return {k: x @ self.ax.over_node(w, dims["heads"][k]) + p["head_biases"][k] for k, w in p["heads"].items()}
+        return {k: matmul(x, self.ax.over_node(w, dims["heads"][k])) + p["head_biases"][k] for k, w in p["heads"].items()}
 
 
 PER_CHUNK = ("w_in", "b_in", "heads", "head_biases")

@@ -53,17 +53,21 @@ def is_held_out(path: str) -> bool:
     return name_key("stdlib/held-out", path) < HELD_OUT * 2**64
 
 
-def _is_source(path: Path) -> bool:
+def _is_ours(folder: str) -> bool:
     """Installed packages are not the library; build settings name this machine's folders, not code."""
-    folders = path.parts[:-1]
-    foreign = {"site-packages", "dist-packages", "__pycache__"}.intersection(folders)
-    built = path.name.startswith(("_sysconfigdata", "sitecustomize")) or any(f.startswith("config-") for f in folders)
-    return path.suffix == ".py" and not foreign and not built
+    return folder not in {"site-packages", "dist-packages", "__pycache__"} and not folder.startswith("config-")
+
+
+def _is_source(name: str) -> bool:
+    return name.endswith(".py") and not name.startswith(("_sysconfigdata", "sitecustomize"))
 
 
 def _paths(root: Path) -> list[Path]:
-    found = (Path(folder, name).relative_to(root) for folder, _, names in os.walk(root) for name in names)
-    return sorted((path for path in found if _is_source(path)), key=lambda path: path.as_posix())
+    found: list[Path] = []
+    for folder, below, names in os.walk(root):
+        below[:] = filter(_is_ours, below)  # os.walk goes on into what is left here
+        found += (Path(folder, name).relative_to(root) for name in names if _is_source(name))
+    return sorted(found, key=lambda path: path.as_posix())
 
 
 def _read(root: Path, paths: Iterable[Path]) -> Iterable[Document]:

@@ -15,6 +15,7 @@ from decomp.components import Stacks
 from decomp.config.schema import ConstantSource, FreshPgdSource, Loss, MixedSource, Recon, RouteAll, UniformSource
 from decomp.keys import Key, fold, key_of, site_keys, uniform_block
 from decomp.loss import adversary, reconstruction
+from decomp.numerics import wide
 from decomp.placement import Axes
 from decomp.sites import SiteTable
 from decomp.target.llama import Clean, Llama
@@ -134,7 +135,7 @@ def pgd_sources(
     values = mk.draw_stored(model.ax, model.table, ctx.window, key, cfg.shape)
     if cfg.init != "random":
         values = jax.tree.map(jnp.ones_like if cfg.init == "ones" else jnp.zeros_like, values)
-    values = jax.tree.map(lambda x: x.astype(_wide(ci)), values)
+    values = jax.tree.map(lambda x: x.astype(_lane_dtype(ci)), values)
 
     def bare(v: adversary.Values) -> Array:
         return value(model, term, ctx, components, mk.CiMasks(ci, mk.Stored(v, cfg.shape), routes, model.loss.delta))
@@ -142,5 +143,5 @@ def pgd_sources(
     return mk.Stored(adversary.fresh_pgd(values, jax.grad(bare), cfg.steps, cfg.step_size), cfg.shape)
 
 
-def _wide(lanes: Mapping[str, Array]) -> Any:
-    return jnp.promote_types(next(iter(lanes.values())).dtype, jnp.float32)
+def _lane_dtype(lanes: Mapping[str, Array]) -> Any:
+    return wide(next(iter(lanes.values())).dtype)

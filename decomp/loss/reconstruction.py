@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from decomp.mesh import DATA_AXES
+from decomp.numerics import wide
 from decomp.placement import Axes
 from decomp.target.llama import ROW_KINDS, Captures
 
@@ -51,7 +52,7 @@ def _kl(clean: Hidden, masked: Hidden, head: Head) -> tuple[Array, Array, Array]
 
 
 def _logits(hidden: Hidden, head: Head) -> Array:
-    return (hidden @ head).astype(jnp.promote_types(hidden.dtype, jnp.float32))
+    return (hidden @ head).astype(wide(hidden.dtype))
 
 
 def _chunked(fn: Any, chunk: int, *xs: Array) -> Any:
@@ -108,7 +109,7 @@ def hidden_distance(ax: Axes, clean: Captures, masked: Captures, norms: dict[str
 
 
 def _row_squares(ax: Axes, name: str, x: Array) -> Float[Array, " rows"]:
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = x.astype(wide(x.dtype))
     kind = name.removeprefix("site_outputs/").partition("@")[0]
     columns = ("tp",) if name.startswith("site_outputs/") and kind not in ROW_KINDS else ()
-    return ax.psum(jnp.sum(wide * wide, axis=tuple(range(1, x.ndim))), (*DATA_AXES, *columns))
+    return ax.psum(jnp.sum(x * x, axis=tuple(range(1, x.ndim))), (*DATA_AXES, *columns))

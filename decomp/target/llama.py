@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from decomp.components import SiteMask, Stacks, masked_site
 from decomp.keys import key_of, normals, site_keys
+from decomp.numerics import matmul, wide
 from decomp.placement import Axes, Leaf
 from decomp.sites import Run, SiteTable, group_rows, lane_rows
 from decomp.target.shape import LlamaShape, matrix_name
@@ -101,7 +102,7 @@ class Llama:
 
     def rope(self, length: int, dtype: Any) -> tuple[Array, Array]:
         angles = np.arange(length)[:, None] * rope_frequencies(self.shape)
-        return jnp.asarray(np.cos(angles), _wide(dtype)), jnp.asarray(np.sin(angles), _wide(dtype))
+        return jnp.asarray(np.cos(angles), wide(dtype)), jnp.asarray(np.sin(angles), wide(dtype))
 
     def _scan_run(
         self, run: Run, params: Params, dims: Any, x: Array, rope: Any, captures: Set[str], linear: Any, extra: Any
@@ -158,7 +159,7 @@ class Llama:
 
 def clean_linear(ax: Axes) -> Callable[..., Array]:
     def linear(kind: str, x: Array, W: Array, site: Any, extra: Any, row: bool) -> Array:
-        y = x @ W
+        y = matmul(x, W)
         return ax.join_columns(y) if row else y
 
     return linear
@@ -199,14 +200,9 @@ def _layer_rows(run: Run, table: SiteTable, params: Params) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- pieces of a block
-def _wide(dtype: Any) -> Any:
-    """At least float32: what norms, softmax and rotations are computed in."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"] | None, eps: float) -> Float[Array, "*b d"]:
-    wide = x.astype(_wide(x.dtype))
-    y = (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+    z = x.astype(wide(x.dtype))
+    y = (z * jax.lax.rsqrt(jnp.mean(z * z, axis=-1, keepdims=True) + eps)).astype(x.dtype)
     return y if weight is None else y * weight
 
 
@@ -224,7 +220,7 @@ def rope_frequencies(shape: LlamaShape) -> np.ndarray:
 def rotate(x: Float[Array, "B T h D"], rope: tuple[Array, Array]) -> Float[Array, "B T h D"]:
     """Rotate-half rotary embedding; ``rope`` is (cos, sin), each [T, D / 2]."""
     cos, sin = rope[0][:, None], rope[1][:, None]
-    a, b = jnp.split(x.astype(_wide(x.dtype)), 2, axis=-1)
+    a, b = jnp.split(x.astype(wide(x.dtype)), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
@@ -237,7 +233,7 @@ def attention(
     heads = lambda z: z.reshape(B, T, -1, head_dim)  # noqa: E731
     q, k, v = rotate(heads(q), rope), rotate(heads(k), rope), heads(v)
     q = q.reshape(B, T, k.shape[2], -1, head_dim)
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k).astype(_wide(q.dtype)) * head_dim**-0.5
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k).astype(wide(q.dtype)) * head_dim**-0.5
     if causal:
         scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, jnp.asarray(-1e30, scores.dtype))
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
@@ -343,7 +339,7 @@ def clean_forward(
 
 
 def logits(shape: LlamaShape, params: Params, hidden: Float[Array, "B T d"]) -> Float[Array, "B T vocab"]:
-    return hidden @ (params["embed"].T if shape.tied else params["head"])
+    return matmul(hidden, params["embed"].T if shape.tied else params["head"])
 
 
 def _is_leaf(x: Any) -> bool:

@@ -1,7 +1,8 @@
 """Training a small Llama from scratch: how the shipped ``pycode`` target was made.
 
 The forward is the one that decomposition runs (``decomp.target.llama``), so a target trained here is measured with the
-code that it will be decomposed with. Learning rates warm up linearly and fall along a cosine to a twentieth of the peak.
+code that it will be decomposed with. Learning rates warm up linearly and fall along a cosine to a twentieth of the
+peak.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
     )
 
 
-def _matrices(params: llama.Params) -> Any:
+def _matrices(params: Any) -> Any:
     """Which leaves take Muon. Stacks are named matrices outright: left to itself optax gives 3-D leaves Adam."""
     stack = optax.contrib.MuonDimensionNumbers(-2, -1)
     which = lambda path, _: stack if "frozen" in jax.tree_util.keystr(path) else None  # noqa: E731

@@ -139,8 +139,12 @@ def _rope(file: Path, config: Mapping[str, Any]) -> tuple[float, RopeScaling | N
         return theta, None
     if kind != "llama3":
         raise UserError(f"{file}: rope scaling {kind!r} is not supported; one of default, llama3")
-    numbers = (_number(file, scaling, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    return theta, RopeScaling(*numbers, _size(file, scaling, "original_max_position_embeddings"))
+    return theta, RopeScaling(
+        factor=_number(file, scaling, "factor"),
+        low_freq_factor=_number(file, scaling, "low_freq_factor"),
+        high_freq_factor=_number(file, scaling, "high_freq_factor"),
+        original_max_positions=_size(file, scaling, "original_max_position_embeddings"),
+    )
 
 
 def _gated(folder: Path, config: Mapping[str, Any]) -> bool:
@@ -336,8 +340,8 @@ _BLOCK, _BLOCKS = 2**16, 256
 def content_hash(folder: Path) -> str:
     """Hash of what a target is: config.json, tokenizer.json and the weights, wherever the folder lies.
 
-    Of a weight file above 64 MiB the length, the header and 256 evenly spaced blocks of 64 KiB count: two trained models
-    differ everywhere, and 16 GB would take longer to read than a run takes to start.
+    Of a weight file above 64 MiB the length, the header and 256 evenly spaced blocks of 64 KiB count: two trained
+    models differ everywhere, and 16 GB would take longer to read than a run takes to start.
     """
     digest = hashlib.sha256()
     for file in sorted(p for p in folder.iterdir() if p.name in {"config.json", "tokenizer.json", _INDEX}):

@@ -118,10 +118,13 @@ def _shape(options: Options) -> LlamaShape:
     m = options.model
     if m.d_model % m.n_heads or m.n_heads % m.n_kv_heads or m.d_model // m.n_heads % 2:
         raise UserError(
-            f"model.d_model={m.d_model}, model.n_heads={m.n_heads}, model.n_kv_heads={m.n_kv_heads}: each must divide the "
-            "one before, with an even d_model / n_heads"
+            f"model.d_model={m.d_model}, model.n_heads={m.n_heads}, model.n_kv_heads={m.n_kv_heads}: each must "
+            "divide the one before, with an even d_model / n_heads"
         )
-    sizes = m.model_dump() | {"head_dim": m.d_model // m.n_heads, "max_positions": options.train.seq_len}
+    sizes: dict[str, Any] = m.model_dump() | {
+        "head_dim": m.d_model // m.n_heads,
+        "max_positions": options.train.seq_len,
+    }
     return LlamaShape(**sizes, tied=True, rms_eps=1e-5)
 
 
@@ -145,10 +148,8 @@ def _train(options: Options, shape: LlamaShape, seed: int, command: str) -> dict
         raise UserError(
             f"train.seq_len={t.seq_len}: the held-out text has {len(held_out)} tokens; choose a smaller one"
         )
-    train_text, text = (
-        Text(n_bytes(documents), n)
-        for documents, n in ((corpus.train, data.n_train_tokens), (corpus.held_out, len(held_out) - 1))
-    )
+    train_text = Text(n_bytes(corpus.train), data.n_train_tokens)
+    text = Text(n_bytes(corpus.held_out), len(held_out) - 1)
     rows: list[dict[str, float]] = []
 
     def report(point: Point) -> None:
@@ -228,8 +229,8 @@ def summary(result: dict[str, Any]) -> str:
     """The figures in three lines."""
     held = result["held_out"]
     return (
-        f"held-out files: {held['bits_per_byte']:.3f} bits per byte; gzip -9: {held['gzip_per_file']:.3f} file by file, "
-        f"{held['gzip_concatenated']:.3f} as one stream\n"
+        f"held-out files: {held['bits_per_byte']:.3f} bits per byte; gzip -9: {held['gzip_per_file']:.3f} "
+        f"file by file, {held['gzip_concatenated']:.3f} as one stream\n"
         f"{result['model']['parameters']:,} parameters, {result['minutes']:.1f} minutes\n"
         f"{result['samples']['greedy']}"
     )
@@ -238,6 +239,10 @@ def summary(result: dict[str, Any]) -> str:
 def page(result: dict[str, Any]) -> str:
     """docs/pycode.md."""
     model, train, corpus, held = (result[key] for key in ("model", "train", "corpus", "held_out"))
+    size = lambda part: "{:,} files, {:,} bytes, {:,} tokens".format(  # noqa: E731
+        *(corpus[f"{part}_{what}"] for what in ("files", "bytes", "tokens"))
+    )
+    heads = f"{model['n_heads']} / {model['n_kv_heads']}"
     curve = "\n".join(
         f"| {r['step']} | {r['tokens'] / 1e6:.2f} | {r['seconds']:.0f} | {r['train_bits_per_byte']:.3f} | "
         f"{r['held_out_nats_per_token']:.3f} | {r['held_out_bits_per_byte']:.3f} |"
@@ -251,21 +256,24 @@ Written by the `pretrain` verb; do not edit. The same command trains it again:
 
     {result["command"]}
 
-A Llama of {model["parameters"]:,} parameters: {model["n_layers"]} layers, d {model["d_model"]}, {model["n_heads"]} heads and
-{model["n_kv_heads"]} key/value heads, gated MLP {model["d_mlp"]}, vocabulary {model["vocab"]} (byte-level BPE trained on the
-training files), tied embeddings, {train["seq_len"]} positions.
+A Llama of {model["parameters"]:,} parameters, trained on the source text of the Python standard library.
 
-Trained on the source text of the standard library ({result["machine"]}, corpus hash `{corpus["hash"][:16]}`):
-{corpus["train_files"]:,} files, {corpus["train_bytes"]:,} bytes, {corpus["train_tokens"]:,} tokens. Held out by a hash of the
-relative path and never trained on: {corpus["held_out_files"]} files, {corpus["held_out_bytes"]:,} bytes,
-{corpus["held_out_tokens"]:,} tokens.
+| | |
+|---|---|
+| layers; d; heads / kv heads; gated MLP | {model["n_layers"]}; {model["d_model"]}; {heads}; {model["d_mlp"]} |
+| vocabulary | {model["vocab"]}, byte-level BPE trained on the training files; tied embeddings |
+| positions | {train["seq_len"]} |
+| training text | {size("train")} |
+| held-out text | {size("held_out")} |
+| corpus | {result["machine"]}; hash `{corpus["hash"][:16]}` |
+| steps | {train["steps"]:,} of {train["batch_size"]} x {train["seq_len"]} tokens; {result["minutes"]:.0f} minutes |
+| peak learning rates | Muon {train["muon_lr"]:g} (blocks' matrices), Adam {train["adam_lr"]:g} (embedding, norms) |
 
-{train["steps"]:,} steps of {train["batch_size"]} x {train["seq_len"]} tokens: Muon on the blocks' matrices (peak {train["muon_lr"]:g}), Adam on embedding and
-norms (peak {train["adam_lr"]:g}); {result["minutes"]:.0f} minutes in all.
+Held-out files are chosen by a hash of their relative path, and are never trained on.
 
 ## Held-out figures
 
-Every held-out token is scored once, in half-overlapping windows of {train["seq_len"]} tokens, by the stored bf16 weights.
+By the stored bf16 weights; every held-out token is scored once, in half-overlapping windows of {train["seq_len"]}.
 
 | | bits per byte |
 |---|---|
