@@ -235,7 +235,7 @@ def place_target(tensors: Any, shape: LlamaShape, table: st.SiteTable, mesh: Mes
     shardings = pl.tree_shardings(mesh, leaves)
 
     def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-        cast = array.astype(np.float32).astype(dtype)
+        cast = array.astype(dtype)
         return jax.make_array_from_callback(cast.shape, sharding, lambda index: cast[index])
 
     return jax.tree.map(put, params, shardings)

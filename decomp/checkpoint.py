@@ -130,6 +130,10 @@ class Checkpoints:
         self._reset()
 
     def _begin(self, step: int, state: tuple[Tree, Tree]) -> None:
+        # Where orbax cannot even make its folder, it leaves threads that hold the process for minutes: try first.
+        probe = self.root / ".writable"
+        probe.mkdir(parents=True, exist_ok=True)
+        probe.rmdir()
         nbytes = tree_bytes(state)
         if (free := _free(self.root)) < nbytes:  # told now, before the disk is full to the last byte
             raise OSError(f"no space left: it needs {human(nbytes)} and the disk has {human(free)} free")

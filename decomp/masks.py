@@ -37,7 +37,7 @@ class Source(Protocol):
 
     def rows(self, run: Run) -> Any: ...
 
-    def at(self, run: Run, kind: str, row: Any) -> tuple[Array, Array | None]: ...
+    def at(self, run: Run, kind: str, row: Any) -> tuple[Array | float, Array | None]: ...
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Constant:
     def rows(self, run: Run) -> Any:
         return ()
 
-    def at(self, run: Run, kind: str, row: Any) -> tuple[Array, None]:
-        return jnp.float32(self.value), None
+    def at(self, run: Run, kind: str, row: Any) -> tuple[float, None]:
+        return self.value, None
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class CiMasks:
     def at(self, run: Run, kind: str, row: Any) -> SiteMask:
         ci = row[0][kind]
         source, delta = self.source.at(run, kind, row[1])
-        source = source.astype(ci.dtype)
+        source = jnp.asarray(source, ci.dtype)
         route = None if row[2] is None else row[2][kind]
         if isinstance(self.source, Mixed) and route is not None:
             route = route | self.source.adversarial[:, None]

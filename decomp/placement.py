@@ -98,7 +98,7 @@ class Axes:
         n, width = self.size(*names), x.shape[-1]
         if n == 1:
             return x
-        whole = self.varying(jnp.zeros(x.shape[:-1] + (n * width,), x.dtype), tuple(jax.typeof(x).mat.varying))
+        whole = self.varying(jnp.zeros(x.shape[:-1] + (n * width,), x.dtype), tuple(varying_axes(x)))
         return lax.dynamic_update_slice_in_dim(whole, x, self.index(names) * width, x.ndim - 1)
 
     def varying(self, x: Any, names: Sequence[str]) -> Any:
@@ -129,8 +129,14 @@ class Axes:
         return x
 
 
+def varying_axes(x: Any) -> frozenset[str]:
+    """Mesh axes over which an array, or its abstract value, is typed as varying inside ``shard_map``."""
+    kind = x.manual_axis_type if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).mat
+    return kind.varying if kind is not None else frozenset()
+
+
 def _pvary(x: Array, names: tuple[str, ...]) -> Array:
-    missing = tuple(n for n in names if n not in jax.typeof(x).mat.varying)
+    missing = tuple(n for n in names if n not in varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 

@@ -275,8 +275,7 @@ class Step:
         return jax.lax.scan(body, zeros, jnp.arange(self.microbatches))
 
     def zeros_like_type(self, aval: Any) -> Array:
-        names = tuple(n for n in self.ax.sizes if n in aval.mat.varying)
-        return self.ax.varying(jnp.zeros(aval.shape, aval.dtype), names)
+        return self.ax.varying(jnp.zeros(aval.shape, aval.dtype), tuple(pl.varying_axes(aval)))
 
     def at(self, seen: Seen, j: Any) -> Seen:
         return seen if self.microbatches == 1 else jax.tree.map(lambda x: x[j], seen)
@@ -382,7 +381,7 @@ class Step:
 
     def like(self, x: Array, other: Array) -> Array:
         """``x`` typed as varying over the axes ``other`` varies over, as a cotangent must be."""
-        return self.ax.varying(x, tuple(n for n in self.ax.sizes if n in jax.typeof(other).mat.varying))
+        return self.ax.varying(x, tuple(pl.varying_axes(other)))
 
     # ------------------------------------------------------------ compiled forms
     @cached_property

@@ -123,10 +123,9 @@ class Llama:
             row = kind in ROW_KINDS
             h = self.ax.all_gather(h, ("tp",), h.ndim - 1) if row else h
             y = linear(kind, h, _weight(self.ax, run, layer, dims, kind), run.first.get(kind), extra, row)
-            y = y + layer["biases"][kind] if kind in layer["biases"] else y
-            if kind in run.first:
+            if kind in run.first:  # a site's output is x @ W: biases are not part of it (SPEC F5)
                 caps.update({f"{n}/{kind}": v for n, v in (("site_inputs", h), ("site_outputs", y)) if n in captures})
-            return y
+            return y + layer["biases"][kind] if kind in layer["biases"] else y
 
         h = self.ax.varying(rms_norm(x, layer["norms"]["input"], self.shape.rms_eps), ("tp",))
         q, k, v = (project(kind, h) for kind in ("q_proj", "k_proj", "v_proj"))
