@@ -18,6 +18,7 @@ from decomp.ci_fn.chunk_transformer import ChunkTransformer
 from decomp.components import copy_dims
 from decomp.config import schema
 from decomp.config.errors import UserError
+from decomp.config.load import warnings_for
 from decomp.data.base import Data
 from decomp.data.stdlib import StdlibData
 from decomp.eval import EvalResult, Evaluator
@@ -68,11 +69,6 @@ class Trainer:
         sharding = NamedSharding(self.mesh, self.training.batch_spec)
         return jax.make_array_from_process_local_data(sharding, tokens, tokens.shape)
 
-    @property
-    def warmup_steps(self) -> int:
-        faith = self.cfg.loss.faithfulness
-        return faith.warmup.steps if faith else 0
-
     def warmup(self, s: State, n: int) -> tuple[State, dict[str, jax.Array]]:
         """``n`` more updates of the faithfulness warm-up (SPEC T6)."""
         run, init = self.training.warmup
@@ -99,26 +95,23 @@ class Trainer:
     def optimizer_report(self) -> str:
         return self.training.groups.report()
 
-    def site_report(self) -> str:
-        return self.table.describe()
-
-    def site_table_json(self) -> dict[str, Any]:
-        return self.table.to_json()
-
     def target_hash(self) -> str:
         return pretrained.content_hash(pretrained.resolve_path(self.cfg.target.path))
 
     def warnings(self) -> list[str]:
-        """Choices that are allowed and rarely meant (case 9)."""
-        out = []
-        for s in self.table.sites:
-            rank = s.matrix.rank
-            if rank > s.C:
-                out.append(
-                    f"{s.name}: C={s.C} is below its rank {rank}: V U cannot equal W without the delta component"
-                )
-            elif 16 * rank < s.C:
-                out.append(f"{s.name}: C={s.C} is over 16 times its rank {rank}")
+        """Choices that are allowed and rarely meant (cases 8, 9), one line per choice."""
+        below = [s for s in self.table.sites if s.matrix.rank > s.C]
+        above = [s for s in self.table.sites if 16 * s.matrix.rank < s.C]
+        out = warnings_for(self.cfg)
+        if below:
+            s = below[0]
+            out.append(
+                f"{len(below)} sites have fewer components than their rank (first {s.name}: C={s.C}, rank {s.matrix.rank}):"
+                " V U cannot equal W without the delta component"
+            )
+        if above:
+            s = above[0]
+            out.append(f"{len(above)} sites have over 16 components per rank (first {s.name}: C={s.C})")
         return out
 
 

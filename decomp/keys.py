@@ -69,7 +69,7 @@ def site_keys(key: Key, names: Sequence[str]) -> UInt32[Array, "n 2"]:
 def uniform_block(
     key: Key, example0: Array | int, shape: tuple[int, int, int], width: int, offset: Array | int = 0
 ) -> Float[Array, "b t c"]:
-    """U[0, 1) of ``shape`` [b, T, c]: the examples from ``example0`` on, columns ``offset`` to ``offset + c`` of ``width``.
+    """U[0, 1) of ``shape`` [b, T, c]: examples from ``example0`` on, columns ``offset`` to ``offset + c`` of ``width``.
 
     Multiples of 2^-24 in float32, the same in every precision mode.
     """
@@ -91,7 +91,5 @@ def normals(key: Key, shape: tuple[int, int], dtype: Any) -> Float[Array, "a b"]
 
 def to_normal(u: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """N(0, 1) from U[0, 1) by the inverse distribution function."""
-    half_step = jnp.asarray(
-        2.0**-25, u.dtype
-    )  # moves the grid of multiples of 2^-24 off 0, where the inverse is infinite
+    half_step = jnp.asarray(2.0**-25, u.dtype)  # moves the grid of multiples of 2^-24 off 0, whose inverse is infinite
     return jnp.asarray(math.sqrt(2.0), u.dtype) * jax.lax.erf_inv(2 * (u + half_step) - 1)

@@ -164,8 +164,10 @@ def draw_routes(
     else:
         u = uniform_block(site_keys(key, ["k"])[0], window.example0, shape, 1)[..., 0]
         k = jnp.minimum(jnp.floor(u * len(names)).astype(jnp.int32), len(names) - 1)
-        # the k + 1 sites of lowest score are a uniform subset of that size; ranks by counting, as XLA sorts slowly on CPU
-        rank = jnp.sum(scores[None] < scores[:, None], axis=1, dtype=jnp.int32)
+        # The k + 1 sites of lowest score are a uniform subset of that size. Ranks are counted, site by site: XLA sorts
+        # slowly on CPU, and reduces slowly over a middle axis.
+        none = (scores < scores).astype(jnp.int32)
+        rank, _ = jax.lax.scan(lambda r, other: (r + (other < scores), None), none, scores)
         routes = rank <= k
     order = {name: i for i, name in enumerate(names)}
     return {n: routes[jnp.array([order[s.name] for s in lane.sites])] for n, lane in table.lanes.items()}

@@ -19,7 +19,7 @@ ROWS = (
     {"mesh"},
     {"placement"},
     {"sites"},
-    {"keys"},
+    {"numerics", "keys"},
     {"components"},
     {"masks"},
     {"target"},

@@ -173,7 +173,8 @@ class ChunkTransformer:
 
     def _heads(self, p: Any, dims: Any, x: Array) -> dict[str, Array]:
         x = self.ax.varying(x, ("tp",))
-        return {k: matmul(x, self.ax.over_node(w, dims["heads"][k])) + p["head_biases"][k] for k, w in p["heads"].items()}
+        weight = lambda k: self.ax.over_node(p["heads"][k], dims["heads"][k])  # noqa: E731
+        return {k: matmul(x, weight(k)) + bias for k, bias in p["head_biases"].items()}
 
 
 PER_CHUNK = ("w_in", "b_in", "heads", "head_biases")
