@@ -20,7 +20,7 @@ from decomp.config import schema
 from decomp.config.errors import UserError
 from decomp.config.load import warnings_for
 from decomp.data.base import Data
-from decomp.data.stdlib import StdlibData
+from decomp.data.stdlib import StdlibData, cache_folder
 from decomp.eval import EvalResult, Evaluator
 from decomp.loss.objective import Model
 from decomp.mesh import build_mesh
@@ -106,8 +106,8 @@ class Trainer:
         if below:
             s = below[0]
             out.append(
-                f"{len(below)} sites have fewer components than their rank (first {s.name}: C={s.C}, rank {s.matrix.rank}):"
-                " V U cannot equal W without the delta component"
+                f"{len(below)} sites have fewer components than their rank "
+                f"(first {s.name}: C={s.C}, rank {s.matrix.rank}): V U cannot equal W without the delta component"
             )
         if above:
             s = above[0]
@@ -123,6 +123,7 @@ def build(cfg: schema.RunConfig) -> Trainer:
     tensors = pretrained.open_tensors(folder, shape)
     table = site_table(cfg, shape)
     mesh = build_mesh(cfg.mesh)
+    use_compilation_cache(mesh)
     check_batch(cfg, mesh, shape)
     tokenizer = pretrained.load_tokenizer(folder, shape.vocab)
     data = build_data(cfg, tokenizer)
@@ -142,6 +143,18 @@ def configure_precision(cfg: schema.Precision) -> tuple[Any, Any]:
     if cfg.deterministic and not on_cpu:
         require_deterministic()
     return jnp.float32, jnp.bfloat16 if bf16 else jnp.float32
+
+
+def use_compilation_cache(mesh: Mesh) -> None:
+    """Keeps compiled programs between runs, in the user's cache folder unless JAX_COMPILATION_CACHE_DIR says where.
+
+    Not for several CPU devices: loading such a program back crashes or hangs (DESIGN 6, measured on jax 0.10.2).
+    """
+    devices = mesh.devices.flat
+    if mesh.size > 1 and devices[0].platform == "cpu":
+        jax.config.update("jax_enable_compilation_cache", False)
+    elif jax.config.jax_compilation_cache_dir is None and (folder := cache_folder()) is not None:
+        jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
 
 
 def require_deterministic() -> None:

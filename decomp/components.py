@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from decomp.sites import SiteTable
 Stacks = dict[str, dict[str, Array]]
 
 
-def leaves(table: SiteTable, cfg: Placement, sizes: dict[str, int]) -> dict[str, dict[str, Leaf]]:
+def leaves(table: SiteTable, cfg: Placement, sizes: Mapping[str, int]) -> dict[str, dict[str, Leaf]]:
     """Per group the Leaf of V [g, d_in, C] and U [g, C, d_out].
 
     Raises UserError for a ragged stack under ``on_ragged: error`` or a dimension that does not divide.
@@ -127,7 +128,7 @@ def from_site_factors(table: SiteTable, factors: dict[str, tuple[Array, Array]])
     }
 
 
-def copy_dims(leaves: Any, sizes: dict[str, int]) -> Any:
+def copy_dims(leaves: Any, sizes: Mapping[str, int]) -> Any:
     """Mesh axes of the compute copies: the resting ones without ``replicate``."""
 
     def one(leaf: Leaf) -> Dims:

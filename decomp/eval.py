@@ -176,8 +176,8 @@ class Evaluator:
         stochastic = metric.mask == "stochastic"
         key = jnp.asarray(key_of(self.cfg.seed, f"eval/{name}", ctx.step))
         delta = stochastic and self.training.loss.delta
-        numbers = (jnp.float32(x) for x in (ci, metric.threshold, source, stochastic, delta))
-        return Recipe(*numbers, key)
+        f32 = jnp.float32
+        return Recipe(f32(ci), f32(metric.threshold), f32(source), f32(stochastic), f32(delta), key)
 
     def pgd(self, name: str, metric: EvalPgd, ctx: objective.Context, components: Any, ci: Any) -> mk.CiMasks:
         t = self.training

@@ -85,7 +85,7 @@ def _word(x: Array | int) -> Array:
 
 
 def normals(key: Key, shape: tuple[int, int], dtype: Any) -> Float[Array, "a b"]:
-    """N(0, 1) matrix, drawn in float32 in every precision mode so that fp32 and fp64 runs start from the same numbers."""
+    """N(0, 1) matrix, drawn in float32 in every precision mode: fp32 and fp64 runs start from the same numbers."""
     return to_normal(uniform_block(key, 0, (1, *shape), shape[1])[0]).astype(dtype)
 
 

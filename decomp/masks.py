@@ -1,7 +1,7 @@
 """From causal importances and sources to masks, and which sites are routed (SPEC 4).
 
-A ``CiMasks`` is what one masked forward reads, layer by layer: CI by lane, a source, routes. Nothing is drawn before the
-layer that needs it, so a fresh uniform source never exists for the whole model at once.
+A ``CiMasks`` is what one masked forward reads, layer by layer: CI by lane, a source, routes. Nothing is drawn before
+the layer that needs it, so a fresh uniform source never exists for the whole model at once.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Uniform:
-    """U[0, 1), fresh: per site a key for its components and one for its delta, drawn inside the layer scan (SPEC R2)."""
+    """U[0, 1), fresh: a site has a key for its components and one for its delta, drawn in the layer scan (SPEC R2)."""
 
     ax: Axes
     window: Window
@@ -167,7 +167,7 @@ def draw_routes(
         # The k + 1 sites of lowest score are a uniform subset of that size. Ranks are counted, site by site: XLA sorts
         # slowly on CPU, and reduces slowly over a middle axis.
         none = (scores < scores).astype(jnp.int32)
-        rank, _ = jax.lax.scan(lambda r, other: (r + (other < scores), None), none, scores)
+        rank, _ = jax.lax.scan(lambda r, other: (r + (other < scores).astype(jnp.int32), None), none, scores)
         routes = rank <= k
     order = {name: i for i, name in enumerate(names)}
     return {n: routes[jnp.array([order[s.name] for s in lane.sites])] for n, lane in table.lanes.items()}
@@ -211,7 +211,8 @@ class GivenMasks:
         return tuple(None if x is None else part(x) for x in (self.m, self.d, self.r))
 
     def at(self, run: Run, kind: str, row: Any) -> SiteMask:
-        return SiteMask(*(None if x is None else x[kind] for x in row))
+        d, r = (None if x is None else x[kind] for x in row[1:])
+        return SiteMask(row[0][kind], d, r)
 
 
 def by_lane(table: SiteTable, values: Mapping[str, Array]) -> ByLane:

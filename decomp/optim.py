@@ -159,7 +159,8 @@ def _directions(
         own = {n: g for n, g in grads.items() if table.rule(n) == "adam"}
         rule = optax.scale_by_adam(*betas, eps)
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer count
-            directions, after = rule.update(own, optax.ScaleByAdamState(**state["adam"]))
+            result: Any = rule.update(own, optax.ScaleByAdamState(**state["adam"]))
+        directions, after = result
         out |= directions
         new["adam"] = {"count": after.count, "mu": after.mu, "nu": after.nu}
     if "muon" in state and isinstance(cfg, Muon):

@@ -1,8 +1,8 @@
 """Where every array rests and every collective by name (SPEC D2-D6).
 
-A leaf declares one semantic axis per dimension (``stack``, ``d_in``, ``C``, ...). A layout table maps each semantic axis
-to an ordered tuple of mesh axes. Mesh axes of size 1 are stripped everywhere: they would emit trivial collectives and
-make values varying for nothing.
+A leaf declares one semantic axis per dimension (``stack``, ``d_in``, ``C``, ...). A layout table maps each semantic
+axis to an ordered tuple of mesh axes. Mesh axes of size 1 are stripped everywhere: they would emit trivial collectives
+and make values varying for nothing.
 """
 
 from __future__ import annotations
@@ -187,13 +187,18 @@ def tree_shardings(mesh: Mesh, tree: Any) -> Any:
 def report(tree: Any, sizes: Mapping[str, int]) -> str:
     """The placement table: leaf, shape, layout, mesh axes per dimension, share of its bytes on each device."""
     rows = [("leaf", "shape", "layout", "mesh axes", "share")]
+    seen: set[int] = set()  # a moment's Leaf is its parameter's own object: the table says so once, below
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
+        if id(leaf) in seen:
+            continue
+        seen.add(id(leaf))
         dims = leaf.dims(sizes)
         ways = math.prod(sizes[n] for names in dims for n in names)
         axes = " ".join("+".join(d) if d else "-" for d in dims) or "-"
         rows.append((path_name(path), "x".join(map(str, leaf.shape)) or "scalar", leaf.layout, axes, f"1/{ways}"))
     widths = [max(len(r[i]) for r in rows) for i in range(5)]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows)
+    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+    return "\n".join([*lines, "moments of optimizers and sources rest as their parameters and sources do"])
 
 
 def audit(tree: Any, arrays: Any, sizes: Mapping[str, int]) -> None:
@@ -205,7 +210,8 @@ def audit(tree: Any, arrays: Any, sizes: Mapping[str, int]) -> None:
         found = {s.data.nbytes for s in array.addressable_shards}
         if found != {expected} or array.shape != leaf.shape:
             raise RuntimeError(
-                f"{path_name(path)}: {array.shape} holds {sorted(found)} bytes per device, the placement table says {expected}"
+                f"{path_name(path)}: {array.shape} holds {sorted(found)} bytes per device, "
+                f"the placement table says {expected}"
             )
 
 

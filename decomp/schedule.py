@@ -12,7 +12,7 @@ from decomp.config.schema import Curve, Schedule
 
 
 def value(schedule: Schedule, step: int | Int[Array, ""], steps: int, dtype: Any = jnp.float32) -> Float[Array, ""]:
-    """The schedule's value at ``step`` of ``steps``: t = step / (steps - 1), so the last knot falls on the last step."""
+    """The value at ``step`` of ``steps``: t = step / (steps - 1), so the last knot falls on the last step."""
     if not isinstance(schedule, Curve):
         return jnp.asarray(schedule, dtype)
     t = jnp.asarray(step, dtype) / max(steps - 1, 1)

@@ -2,8 +2,8 @@
 
 Two static orders describe every array of a run (SPEC D1, D9):
 
-* a **group** holds the weights: V [g, d_in, C], U [g, C, d_out] and the frozen W [g, d_in, d_out] of the sites with equal
-  (d_in, d_out, C, optimizer group), in layer-major slots;
+* a **group** holds the weights: V [g, d_in, C], U [g, C, d_out] and the frozen W [g, d_in, d_out] of the sites with
+  equal (d_in, d_out, C, optimizer group), in layer-major slots;
 * a **lane** holds the activations: CI, masks and routes [n, B, T, C] of the sites of one kind in one group, by layer.
 
 A **run** is a maximal stretch of consecutive layers with equal selection. One layer scan serves one run, and reads both
@@ -29,7 +29,7 @@ ATTENTION_KINDS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 @dataclass(frozen=True)
 class Matrix:
-    """One weight matrix of the target, used as ``x @ W`` with W [d_in, d_out]; ``name`` is its tensor path (SPEC F6)."""
+    """One weight matrix of the target, used as ``x @ W``, W [d_in, d_out]; ``name`` is its tensor path (SPEC F6)."""
 
     name: str
     kind: str

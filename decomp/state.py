@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +32,7 @@ SCALAR = Leaf((), (), "batch")
 ONE_DEVICE = Axes({"replicate": 1, "fsdp": 1, "tp": 1})
 
 
-def decomposition_leaves(table: SiteTable, ci_fn: CiFn, cfg: RunConfig, sizes: dict[str, int]) -> dict[str, Any]:
+def decomposition_leaves(table: SiteTable, ci_fn: CiFn, cfg: RunConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Leaf of every trainable array. Raises UserError for what does not divide over the mesh."""
     out = {"components": components.leaves(table, cfg.placement, sizes), "ci_fn": ci_fn.leaves()}
     for name, leaf in optim.flatten(out["ci_fn"], pl.is_leaf).items():
@@ -64,7 +65,7 @@ def progress_leaves(table: SiteTable, groups: optim.GroupTable, cfg: RunConfig) 
 def init(
     mesh: Mesh, table: SiteTable, ci_fn: CiFn, groups: optim.GroupTable, cfg: RunConfig, leaves: State, dtype: Any
 ) -> State:
-    """One compiled call that draws every array straight into its placement (SPEC D7); values do not depend on the mesh."""
+    """One compiled call draws every array straight into its placement (SPEC D7); values do not depend on the mesh."""
     draw = _draw_fn(table, ci_fn, groups, cfg, leaves, dtype)
     return jax.jit(draw, out_shardings=pl.tree_shardings(mesh, leaves))()
 

@@ -1,15 +1,15 @@
 """One training step in SPEC order: gradients inside one ``shard_map``, optimizer where the masters rest (SPEC 7).
 
-``Step.local`` is the method on one screen. Everything it calls works on this device's blocks of the global arrays; every
-sum over the batch is a named collective of ``placement.Axes``. A device's examples are cut into ``microbatches`` windows
-(SPEC T8): with one window nothing is scanned, and CI is run and differentiated once.
+``Step.local`` is the method on one screen. Everything it calls works on this device's blocks of the global arrays;
+every sum over the batch is a named collective of ``placement.Axes``. A device's examples are cut into ``microbatches``
+windows (SPEC T8): with one window nothing is scanned, and CI is run and differentiated once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -122,7 +122,12 @@ class Step:
         if self.microbatches == 1:
             sums, (seen, *kept) = window(0)
             return seen, sums, kept
-        sums, seen = self.over_windows(lambda j: (lambda sums, rest: (sums, rest[0]))(*window(j)))
+
+        def kept_alone(j: Any) -> tuple[Sums, Seen]:
+            sums, (seen, _, _) = window(j)
+            return sums, seen
+
+        sums, seen = self.over_windows(kept_alone)
         return seen, sums, None
 
     def sparsity(self, rates: Tree, average: Tree, step: Array) -> tuple[Tree, Tree, Values]:
@@ -329,8 +334,9 @@ class Step:
         weighted = {n: coefficients[n] * values[n] for n in self.value_names}
         by_site = mk.by_site(self.model.table, l0)
         out = {f"loss/{n}": v for n, v in values.items()} | {f"weighted/{n}": v for n, v in weighted.items()}
-        out |= {"loss/total": sum(weighted.values())} | logs | self.schedule_metrics(coefficients, step)
-        out |= {f"l0/{n}": v for n, v in by_site.items()} | {"l0/mean": sum(by_site.values()) / len(by_site)}
+        out |= {"loss/total": reduce(jnp.add, weighted.values())} | self.schedule_metrics(coefficients, step) | logs
+        out |= {f"l0/{n}": v for n, v in by_site.items()}
+        out |= {"l0/mean": reduce(jnp.add, by_site.values()) / len(by_site)}
         return out | {"guard/in_a_row": guard["in_a_row"], "guard/skipped_total": guard["total"], "guard/bad_term": bad}
 
     def schedule_metrics(self, coefficients: Values, step: Array) -> Values:
@@ -403,8 +409,9 @@ class Step:
         return jax.jit(self.__call__, donate_argnums=0, out_shardings=(pl.tree_shardings(self.mesh, self.leaves), None))
 
     @cached_property
-    def warmup(self) -> Callable[..., Any]:
-        """(components, Adam state, target, n) -> n AdamW updates on faithfulness alone (SPEC T6)."""
+    def warmup(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """(components, Adam state, target, n) -> the same after n AdamW updates on faithfulness alone and its value; and
+        components -> the Adam state they start from (SPEC T6)."""
         specs = pl.tree_specs(self.leaves.decomposition["components"], self.ax.sizes)
         target_specs = pl.tree_specs(self.target_leaves, self.ax.sizes)
         grad = jax.shard_map(
@@ -422,7 +429,7 @@ class Step:
                 params, moments = carry
                 value, grads = grad(params, target)
                 named = lambda x: optim.flatten({"components": x})  # noqa: E731
-                new, moments, _ = optim.update(table, self.mesh, named(grads), named(params), moments, 0, 1)
+                new, moments, _logs = optim.update(table, self.mesh, named(grads), named(params), moments, 0, 1)
                 return (optim.unflatten({"components": params}, new)["components"], moments), value
 
             (components, moments), values = jax.lax.scan(one, (components, moments), None, length=n)

@@ -19,6 +19,11 @@ REFUSED = {
         ["data.batch_size=16", "data.microbatches=3"],
         "data.microbatches: 3 does not divide data.batch_size=16; try data.microbatches=2",
     ),
+    "fresh PGD in windows": (
+        ["data.microbatches=2", "loss.recon.adversarial.source={kind: fresh_pgd, shape: sc}"],
+        "loss.recon.adversarial.source.shape: sc is shared by the batch, of which data.microbatches=2 shows one window at "
+        "a time; use data.microbatches=1 or loss.recon.adversarial.source.shape=bsc",
+    ),
     "profile order": (["profile.steps=[9,4]"], "profile.steps: [9, 4] is not in order; try profile.steps=[4,9]"),
     "profile beyond": (
         ["steps=10", "profile.steps=[4,10]"],
@@ -84,6 +89,11 @@ def test_refused(overrides: list[str], wanted: str):
 ALLOWED = {
     "head of 2": ["ci_fn.d_model=8"],
     "microbatches": ["data.batch_size=16", "data.microbatches=16"],
+    "fresh PGD by example in windows": [
+        "data.microbatches=2",
+        "loss.recon.adversarial.source={kind: fresh_pgd, shape: bc}",
+    ],
+    "fresh PGD in one window": ["loss.recon.adversarial.source={kind: fresh_pgd, shape: c}"],
     "profile last": ["steps=10", "profile.steps=[9,9]"],
     "stop at the end": ["steps=10", "stop_after=10"],
     "faithfulness alone": ["loss.recon.stochastic=null", "loss.recon.adversarial=null"],

@@ -99,8 +99,7 @@ def _reference_update(
     if param.ndim == 2:  # a stack of bias vectors
         return ref.adamw(param, grad, state, float(cfg.adam_lr), weight_decay=cfg.weight_decay)
     lr = ref.schedule(CURVES["cosine_to_zero"] if group == "muon" else cfg.lr, step, steps)
-    eps = NS_EPS / (1.0 - cfg.momentum)  # the product's buffer is (1 - momentum) times the reference's
-    options = (cfg.momentum, cfg.nesterov, cfg.ns_steps, cfg.consistent_rms, cfg.weight_decay, eps)
+    options = (cfg.momentum, cfg.nesterov, cfg.ns_steps, cfg.consistent_rms, cfg.weight_decay, NS_EPS)
     return ref.muon(param, grad, state, lr, *options)
 
 
@@ -113,7 +112,7 @@ def test_three_updates_of_all_groups() -> None:
     params = {name: rng.standard_normal(dims) for name, dims in LEAVES.items()}
     group_of = {name: "ci" if name.startswith("ci_fn") else {"a": "adam", "b": "muon"}[name[11]] for name in LEAVES}
     state = {
-        name: np.zeros(dims) if len(dims) == 3 and group_of[name] != "adam" else ref.zero_moments(np.zeros(dims))
+        name: (ref.zero_momentum if len(dims) == 3 and group_of[name] != "adam" else ref.zero_moments)(np.zeros(dims))
         for name, dims in LEAVES.items()
     }
     ours = {name: jnp.asarray(x) for name, x in params.items()}

@@ -227,10 +227,20 @@ def test_newton_schulz_pulls_singular_values_to_one() -> None:
 
 def test_stacked_muon_is_muon_matrix_by_matrix() -> None:
     rng = np.random.default_rng(7)
-    param, grad, buffer = rng.standard_normal((3, 2, 4, 6))
-    stacked, _ = optim.muon(param, grad, buffer, 0.1)
-    alone = [optim.muon(param[i], grad[i], buffer[i], 0.1)[0] for i in range(2)]
+    param, grad, mu = rng.standard_normal((3, 2, 4, 6))
+    stacked, _ = optim.muon(param, grad, optim.Momentum(mu, 3), 0.1)
+    alone = [optim.muon(param[i], grad[i], optim.Momentum(mu[i], 3), 0.1)[0] for i in range(2)]
     np.testing.assert_allclose(stacked, np.stack(alone), rtol=1e-12)
+
+
+def test_muon_momentum_by_hand() -> None:
+    """T5 with b = 1/2 on gradients 1 and 3: averages 1/2 and 7/4, corrected by 1 - b^t."""
+    start = optim.zero_momentum(np.zeros(1))
+    first, state = optim.muon_direction(np.ones(1), start, 0.5, True)
+    second, state = optim.muon_direction(np.full(1, 3.0), state, 0.5, True)
+    np.testing.assert_allclose([first[0], second[0]], [0.25 / 0.75 + 0.5 / 0.5, 0.875 / 0.875 + 1.5 / 0.75])
+    plain, _ = optim.muon_direction(np.ones(1), start, 0.5, False)
+    assert (plain[0], state.mu[0], state.count) == (1.0, 1.75, 2)
 
 
 def test_first_adam_update_is_a_signed_step_and_clipping_limits_the_norm() -> None:

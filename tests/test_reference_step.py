@@ -138,7 +138,7 @@ SHARED = _config(
                 "source": {"kind": "persistent", "shape": "c", "num_warmup_steps": 1},
             },
             "by_example": {"coeff": 0.6, "source": {"kind": "persistent", "shape": "bc", "num_warmup_steps": 1}},
-            "pgd": {"coeff": 0.5, "source": {"kind": "fresh_pgd", "steps": 2, "shape": "c"}},
+            "pgd": {"coeff": 0.5, "source": {"kind": "fresh_pgd", "steps": 2, "shape": "bc"}},
         },
         "delta": False,
     },
@@ -281,7 +281,7 @@ class Run:
             options: dict[str, Any] = {"betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
             return ref.Group(owns, "adamw", self.at(cfg.lr, step), cfg.clip, options)
         options = {n: getattr(cfg, n) for n in ("momentum", "nesterov", "ns_steps", "consistent_rms", "weight_decay")}
-        options["eps"] = NS_EPS / (1.0 - cfg.momentum)  # the product's buffer is (1 - momentum) times the reference's
+        options["eps"] = NS_EPS
         return ref.Group(owns, "muon", self.at(cfg.lr, step), cfg.clip, options, self.at(cfg.adam_lr, step))
 
     def initial(self) -> ref.State:

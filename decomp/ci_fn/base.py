@@ -17,7 +17,10 @@ LEAK = 0.01
 class CiFn(Protocol):
     """A CI function of one site table: clean activations to pre-activations by lane."""
 
-    captures: frozenset[str]  # what it taps from the clean forward
+    @property
+    def captures(self) -> frozenset[str]:
+        """What it taps from the clean forward (SPEC F4)."""
+        ...
 
     def leaves(self) -> dict[str, Any]:
         """A Leaf per parameter: shape, semantic axes, layout."""

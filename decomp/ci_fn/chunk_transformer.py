@@ -165,7 +165,8 @@ class ChunkTransformer:
         """A pre-norm block: bidirectional attention, then a GELU MLP; column then row shares over ``tp``."""
         w = lambda k: self.ax.over_node(p[k], dims[k])  # noqa: E731
         h = self.ax.varying(rms_norm(x, None, RMS_EPS), ("tp",))
-        mixed = attention(*(matmul(h, w(k)) for k in "qkv"), rope, self.head_dim, causal=False)
+        q, k, v = (matmul(h, w(name)) for name in "qkv")
+        mixed = attention(q, k, v, rope, self.head_dim, causal=False)
         x = x + self.ax.psum(matmul(mixed, w("o")), ("tp",))
         h = self.ax.varying(rms_norm(x, None, RMS_EPS), ("tp",))
         h = jax.nn.gelu(matmul(h, w("mlp_in")) + p["mlp_in_bias"], approximate=False)
@@ -184,7 +185,7 @@ def _draw(key: Key, name: str, owners: list[str], shape: tuple[int, ...], dtype:
     """A stack whose rows are drawn by their owner's name, so that choosing other layers moves no number."""
     if "bias" in name or name == "b_in":
         return jnp.zeros(shape, dtype)
-    keys, matrix = site_keys(key, owners), shape[1:]
+    keys, matrix = site_keys(key, owners), (shape[1], shape[2])
     fan_in = matrix[0]
     if name in ("q", "k", "v", "o"):
         draws = jax.vmap(lambda k: uniform_block(k, 0, (1, *matrix), matrix[1])[0])(keys)

@@ -53,6 +53,21 @@ def microbatches(cfg: RunConfig) -> Iterator[Problem]:
         )
 
 
+def fresh_pgd_in_windows(cfg: RunConfig) -> Iterator[Problem]:
+    """A fresh source that examples share must see them all, and microbatches show it one window at a time (SPEC T8)."""
+    if cfg.data.microbatches == 1:
+        return
+    for name, term in cfg.loss.recon.items():
+        source = term.source if term else None
+        if isinstance(source, schema.FreshPgdSource) and "b" not in source.shape:
+            path = f"loss.recon.{name}.source.shape"
+            fix = (
+                f"{source.shape} is shared by the batch, of which data.microbatches={cfg.data.microbatches} shows one "
+                f"window at a time; use data.microbatches=1 or {path}=b{source.shape}"
+            )
+            yield Problem(path, fix, ("data.microbatches", path))
+
+
 def profile_window(cfg: RunConfig) -> Iterator[Problem]:
     if cfg.profile.steps is None:
         return
@@ -163,6 +178,7 @@ def _metric_keys(name: str, metric: schema.EvalMetric | None) -> tuple[str, ...]
 RULES: tuple[Rule, ...] = (
     attention_heads,
     microbatches,
+    fresh_pgd_in_windows,
     profile_window,
     stops_within,
     frequency_needs_minimality,

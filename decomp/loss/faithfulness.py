@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal
 
 import jax
@@ -21,14 +21,16 @@ def faithfulness(
 ) -> Float[Array, ""]:
     """Mean over sites of ||W - V U||^2 / ||W||^2 (``site``), or all squares over all weights (``numel``).
 
-    ``masters`` are this device's resting blocks with mesh axes ``dims``; ``frozen`` holds W by group, split inside the node.
+    ``masters`` are this device's resting blocks with mesh axes ``dims``; ``frozen`` holds W by group, split inside the
+    node.
     """
     sums = {g: squares(ax, masters[g], dims[g], frozen[g]) for g in table.groups}
     whole = partial(_over_owners, ax)
     if normalize == "numel":
         numel = sum(s.matrix.d_in * s.matrix.d_out for s in table.sites)
-        return sum(whole(jnp.sum(err), dims[g]) for g, (err, _) in sums.items()) / numel
-    return sum(whole(jnp.sum(err / size), dims[g]) for g, (err, size) in sums.items()) / len(table.sites)
+        return reduce(jnp.add, (whole(jnp.sum(err), dims[g]) for g, (err, _) in sums.items())) / numel
+    ratios = (whole(jnp.sum(err / size), dims[g]) for g, (err, size) in sums.items())
+    return reduce(jnp.add, ratios) / len(table.sites)
 
 
 def squares(ax: Axes, factors: Any, dims: Any, W: Array) -> tuple[Float[Array, " g"], Float[Array, " g"]]:

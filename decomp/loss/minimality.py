@@ -1,7 +1,8 @@
 """L2 minimality and L3 frequency, from the firing rates f of the GLOBAL batch (SPEC L2-L4).
 
 Both enter the step through their slope: with f known, d total / d psi is one number per component, the same for every
-position. That is exact, it is what the averaged L3 needs anyway, and it makes microbatches equal to one batch (SPEC T8).
+position. That is exact, it is what the averaged L3 needs anyway, and it makes microbatches equal to one batch (SPEC
+T8).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def shape_value(penalty: SmoothL0 | Lp, step: Any, steps: int, dtype: Any) -> Fl
 
 
 def rates(ax: Axes, penalty: SmoothL0 | Lp, upper: dict[str, Array], value: Array, n_positions: int) -> ByLane:
-    """f [n, C] by lane: the mean of psi over all positions of the global batch, as far as these examples go (SPEC L4)."""
+    """f [n, C] by lane: psi over these examples, as their share of the mean over the global batch (SPEC L4)."""
     return {n: ax.psum(jnp.sum(psi(penalty, u, value), axis=(1, 2)), DATA_AXES) / n_positions for n, u in upper.items()}
 
 

@@ -71,17 +71,20 @@ def gradients(
     model: Model, name: str, term: Recon, ctx: Context, components: Stacks, ci: ByLane, raw: adversary.Values
 ) -> tuple[Array, tuple[Stacks, ByLane, adversary.Values]]:
     """The bare term and its gradients by (components, CI, persistent sources), the mean over draws (SPEC L6, A3)."""
-    total = None
-    for draw in range(term.draws):
+
+    def one(draw: int) -> tuple[Array, tuple[Stacks, ByLane, adversary.Values]]:
         key = key_of(model.seed, f"recon/{name}", ctx.step, draw)
         routes = draw_routes(model, term, ctx, key)
         source_of = prepare_source(model, term, ctx, components, ci, key, routes)
 
-        def bare(c: Stacks, ci: ByLane, raw: Any, source_of: Any = source_of, routes: Any = routes) -> Array:
+        def bare(c: Stacks, ci: ByLane, raw: Any) -> Array:
             return value(model, term, ctx, c, mk.CiMasks(ci, source_of(raw), routes, model.loss.delta))
 
-        out = jax.value_and_grad(bare, argnums=(0, 1, 2))(components, ci, raw)
-        total = out if total is None else jax.tree.map(jnp.add, total, out)
+        return jax.value_and_grad(bare, argnums=(0, 1, 2))(components, ci, raw)
+
+    total = one(0)
+    for draw in range(1, term.draws):
+        total = jax.tree.map(jnp.add, total, one(draw))
     return total if term.draws == 1 else jax.tree.map(lambda x: x / term.draws, total)
 
 

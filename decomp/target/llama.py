@@ -35,7 +35,7 @@ ROW_KINDS = ("o_proj", "down_proj")  # their input is split over tp and their ou
 
 
 class Clean(NamedTuple):
-    """A clean forward: ``hidden`` after the final norm, the residual ``start`` entering the first chosen layer, captures."""
+    """A clean forward: ``hidden`` after the final norm, the residual ``start`` entering the first chosen layer."""
 
     hidden: Float[Array, "B T d"]
     start: Float[Array, "B T d"]
@@ -80,7 +80,7 @@ class Llama:
         self, params: Params, dims: Any, copies: Stacks, copy_dims: Any, masks: Masks, start: Array,
         captures: Set[str] = frozenset(),
     ) -> tuple[Float[Array, "B T d"], Captures]:  # fmt: skip
-        """The decomposed forward from the clean residual ``start`` on (SPEC F7): final-normed hidden state and captures."""
+        """The decomposed forward from the clean residual ``start`` on (SPEC F7): normed hidden state, captures."""
         x, found = start, []
         rope = self.rope(start.shape[1], x.dtype)
         for run in self.table.masked_runs:

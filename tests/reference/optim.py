@@ -96,7 +96,7 @@ def adamw(
     return param - lr * (direction + weight_decay * param), state
 
 
-def newton_schulz(matrix: Array, steps: int = 5, eps: float = 1e-7) -> Array:
+def newton_schulz(matrix: Array, steps: int = 5, eps: float = 1e-8) -> Array:
     """T5: the quintic of Jordan et al. on one [d_in, d_out] matrix over its Frobenius norm (+ eps)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix / (np.linalg.norm(matrix) + eps)
@@ -108,6 +108,26 @@ def newton_schulz(matrix: Array, steps: int = 5, eps: float = 1e-7) -> Array:
     return x.T if tall else x
 
 
+class Momentum(NamedTuple):
+    """T5: the average of one leaf's gradients, and how many it has seen."""
+
+    mu: Array
+    count: int
+
+
+def zero_momentum(leaf: Array) -> Momentum:
+    """Before the first update."""
+    return Momentum(np.zeros_like(leaf), 0)
+
+
+def muon_direction(grad: Array, state: Momentum, b: float, nesterov: bool) -> tuple[Array, Momentum]:
+    """T5: u = b m_t / (1 - b^(t+1)) + (1 - b) g / (1 - b^t); without Nesterov m_t / (1 - b^t)."""
+    t = state.count + 1
+    mu = b * state.mu + (1.0 - b) * grad
+    ahead = b * mu / (1.0 - b ** (t + 1)) + (1.0 - b) * grad / (1.0 - b**t) if nesterov else mu / (1.0 - b**t)
+    return ahead, Momentum(mu, t)
+
+
 def muon_scale(fan_in: int, fan_out: int, consistent_rms: bool) -> float:
     """T5: 0.2 sqrt(max(in, out)), or sqrt(max(1, out / in))."""
     return 0.2 * math.sqrt(max(fan_in, fan_out)) if consistent_rms else math.sqrt(max(1.0, fan_out / fan_in))
@@ -116,22 +136,21 @@ def muon_scale(fan_in: int, fan_out: int, consistent_rms: bool) -> float:
 def muon(
     param: Array,
     grad: Array,
-    buffer: Array,
+    state: Momentum,
     lr: float,
     momentum: float = 0.95,
     nesterov: bool = True,
     ns_steps: int = 5,
     consistent_rms: bool = True,
     weight_decay: float = 0.0,
-    eps: float = 1e-7,
-) -> tuple[Array, Array]:
-    """T5 on one matrix or, matrix by matrix, on a stack [g, d_in, d_out]; returns (param, momentum buffer)."""
-    buffer = momentum * buffer + grad
-    ahead = grad + momentum * buffer if nesterov else buffer
+    eps: float = 1e-8,
+) -> tuple[Array, Momentum]:
+    """T5 on one matrix or, matrix by matrix, on a stack [g, d_in, d_out]; returns (param, momentum)."""
+    ahead, state = muon_direction(grad, state, momentum, nesterov)
     scale = muon_scale(param.shape[-2], param.shape[-1], consistent_rms)
     flat = ahead.reshape(-1, *param.shape[-2:])
     update = np.stack([newton_schulz(one, ns_steps, eps) for one in flat]).reshape(param.shape)
-    return param - lr * (scale * update + weight_decay * param), buffer
+    return param - lr * (scale * update + weight_decay * param), state
 
 
 def source_ascent(

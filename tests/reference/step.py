@@ -60,7 +60,7 @@ class State:
     """Everything one step reads and writes.
 
     params: {"components": {site: {"V", "U"}}, "ci": {chunk: ...}}. moments: per leaf path an optim.Moments (adamw) or a
-    momentum buffer (muon). sources, source_moments: per persistent term, by site. average, updates: L3's.
+    optim.Momentum (muon). sources, source_moments: per persistent term, by site. average, updates: L3's.
     """
 
     params: Tree
@@ -76,7 +76,7 @@ class State:
 def init_state(params: Tree, groups: Mapping[str, Group], sources: dict[str, Tree], f_like: dict[str, Array]) -> State:
     """Zero moments and averages around given params and raw sources; ``f_like`` has [C] per site."""
     moments = {
-        path: np.zeros_like(leaf) if _group(groups, path).takes_muon(leaf) else optim.zero_moments(leaf)
+        path: optim.zero_momentum(leaf) if _group(groups, path).takes_muon(leaf) else optim.zero_moments(leaf)
         for path, leaf in leaves(params)
     }
     source_moments = {name: zip_map(optim.zero_moments, raw) for name, raw in sources.items()}

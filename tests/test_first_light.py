@@ -1,0 +1,78 @@
+"""`python -m decomp` from end to end: a run, its folder, its resumption, its decomposition opened from Python."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import decomp
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+SMOKE = ("experiment=smoke", "profile.steps=[3,4]")
+
+
+def lines(folder: Path) -> list[dict[str, object]]:
+    """metrics.jsonl without what a clock says."""
+    return [
+        {k: v for k, v in json.loads(row).items() if "time" not in k and "per_s" not in k}
+        for row in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def runs(root: Path, experiment: str = "smoke") -> list[Path]:
+    return sorted((root / "outputs" / experiment).iterdir())
+
+
+@pytest.fixture
+def cached(tmp_path: Path) -> dict[str, str]:
+    """One compilation cache for the processes of a test: they run the same programs."""
+    return {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "xla"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
+
+
+@pytest.mark.timeout(600)
+def test_a_run_and_a_resumed_run_are_the_same_run(decomp_cli: Cli, tmp_path: Path, cached: dict[str, str]) -> None:
+    """SPEC K3 with the real model: 8 updates = 5 + resume + 3, bit for bit; every promised file is there."""
+    whole = decomp_cli(*SMOKE, timeout=300, **cached)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    (first,) = runs(tmp_path)
+    for name in (
+        "config.yaml", "overrides.txt", "revision.txt", "placement.txt", "optimizer_groups.txt", "environment.txt",
+        "metrics.jsonl", "report.html", "checkpoints/8", "figures",
+    ):  # fmt: skip
+        assert (first / name).exists(), name
+    assert list(first.rglob("*.xplane.pb")), "profile.steps left no trace"
+    assert "eval/kl_unmasked" in json.dumps(lines(first)[-1])
+
+    stopped = decomp_cli(*SMOKE, "stop_after=5", timeout=300, **cached)
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    second = next(r for r in runs(tmp_path) if r != first)
+    assert "resume run=" in stopped.stdout
+    resumed = decomp_cli("resume", f"run={second}", "stop_after=8", timeout=300, **cached)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+
+    assert lines(second) == lines(first)
+    a, b = decomp.open_run(first), decomp.open_run(second)
+    assert a.step == b.step == 8
+    assert len(a.sites) == 28
+    for site in a.sites:
+        np.testing.assert_array_equal(a.V(site), b.V(site))
+        np.testing.assert_array_equal(a.U(site), b.U(site))
+    d_in, d_out = a.V(a.sites[0]).shape[0], a.U(a.sites[0]).shape[1]
+    assert (d_in, d_out) == (64, 64)
+
+
+@pytest.mark.timeout(600)
+def test_a_foreign_model_is_decomposed(decomp_cli: Cli, tmp_path: Path, cached: dict[str, str]) -> None:
+    """stories260K: another architecture's sizes, fp32, its own tokenizer."""
+    folder = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K"
+    if not folder.exists():
+        pytest.skip("../shared/models/stories260K is not here")
+    target = ("target=llama", f"target.path={folder}", "sites=mlp", "steps=2", "eval.every=2")
+    done = decomp_cli("experiment=smoke", *target, timeout=300, **cached)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(decomp.open_run(runs(tmp_path)[0]).sites) == 15
