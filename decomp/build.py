@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from decomp.state import State
 from decomp.step import Step
 from decomp.target import llama, pretrained
 from decomp.target.llama import Llama
-from decomp.target.shape import LlamaShape
+from decomp.target.shape import LLAMA_8B, LlamaShape
 
 
 @dataclass
@@ -96,7 +97,7 @@ class Trainer:
         return self.training.groups.report()
 
     def target_hash(self) -> str:
-        return pretrained.content_hash(pretrained.resolve_path(self.cfg.target.path))
+        return pretrained.content_hash(target_folder(self.cfg.target))
 
     def warnings(self) -> list[str]:
         """Choices that are allowed and rarely meant (cases 8, 9), one line per choice."""
@@ -118,8 +119,12 @@ class Trainer:
 def build(cfg: schema.RunConfig) -> Trainer:
     """Everything a run needs. Raises UserError for what only the target, the corpus or the devices can tell."""
     dtypes = configure_precision(cfg.precision)
-    folder = pretrained.resolve_path(cfg.target.path)
+    folder = target_folder(cfg.target)
     shape = pretrained.read_shape(folder)
+    if known_shape(cfg.target) not in (None, shape):
+        raise UserError(
+            f"target.path={cfg.target.path}: has other sizes than target={cfg.target.kind}; use target=llama"
+        )
     tensors = pretrained.open_tensors(folder, shape)
     table = site_table(cfg, shape)
     mesh = build_mesh(cfg.mesh)
@@ -131,6 +136,25 @@ def build(cfg: schema.RunConfig) -> Trainer:
     target = place_target(tensors, shape, table, mesh, training.target_leaves, dtypes[1])
     evaluator = Evaluator(training, target, data, cfg)
     return Trainer(cfg, mesh, shape, table, data, tokenizer, target, training, evaluator, dtypes[0])
+
+
+def target_folder(cfg: schema.Target) -> Path:
+    """The folder with the weights. Raises UserError where there is none."""
+    match cfg:
+        case schema.Llama8bTarget(path=None):
+            raise UserError("target.path: is required to run target=llama8b; give its folder, or try `decomp plan`")
+        case schema.LlamaTarget(path=str(path)) | schema.Llama8bTarget(path=str(path)):
+            return pretrained.resolve_path(path)
+    raise AssertionError(cfg)
+
+
+def known_shape(cfg: schema.Target) -> LlamaShape | None:
+    """The shape of a target whose sizes need no folder."""
+    match cfg:
+        case schema.Llama8bTarget():
+            return LLAMA_8B
+        case schema.LlamaTarget():
+            return None
 
 
 def configure_precision(cfg: schema.Precision) -> tuple[Any, Any]:
@@ -150,11 +174,11 @@ def use_compilation_cache(mesh: Mesh) -> None:
 
     Not for several CPU devices: loading such a program back crashes or hangs (DESIGN 6, measured on jax 0.10.2).
     """
-    devices = mesh.devices.flat
+    devices, config = mesh.devices.flat, cast(Any, jax.config)  # which makes an attribute of every flag
     if mesh.size > 1 and devices[0].platform == "cpu":
-        jax.config.update("jax_enable_compilation_cache", False)
-    elif jax.config.jax_compilation_cache_dir is None and (folder := cache_folder()) is not None:
-        jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
+        config.update("jax_enable_compilation_cache", False)
+    elif config.jax_compilation_cache_dir is None and (folder := cache_folder()) is not None:
+        config.update("jax_compilation_cache_dir", str(folder / "xla"))
 
 
 def require_deterministic() -> None:

@@ -410,8 +410,8 @@ class Step:
 
     @cached_property
     def warmup(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """(components, Adam state, target, n) -> the same after n AdamW updates on faithfulness alone and its value; and
-        components -> the Adam state they start from (SPEC T6)."""
+        """(components, Adam state, target, n) -> components and Adam state after n AdamW updates on faithfulness alone,
+        and its value; beside it, components -> the Adam state they start from (SPEC T6)."""
         specs = pl.tree_specs(self.leaves.decomposition["components"], self.ax.sizes)
         target_specs = pl.tree_specs(self.target_leaves, self.ax.sizes)
         grad = jax.shard_map(

@@ -21,8 +21,8 @@ REFUSED = {
     ),
     "fresh PGD in windows": (
         ["data.microbatches=2", "loss.recon.adversarial.source={kind: fresh_pgd, shape: sc}"],
-        "loss.recon.adversarial.source.shape: sc is shared by the batch, of which data.microbatches=2 shows one window at "
-        "a time; use data.microbatches=1 or loss.recon.adversarial.source.shape=bsc",
+        "loss.recon.adversarial.source.shape: sc is shared by the batch, of which data.microbatches=2 shows one window "
+        "at a time; use data.microbatches=1 or loss.recon.adversarial.source.shape=bsc",
     ),
     "profile order": (["profile.steps=[9,4]"], "profile.steps: [9, 4] is not in order; try profile.steps=[4,9]"),
     "profile beyond": (

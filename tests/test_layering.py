@@ -36,6 +36,7 @@ ROWS = (
     {"stop"},
     {"loop"},
     {"build"},
+    {"invariance", "plan"},
     {"api"},
     {"verbs"},
     {"launchers"},

@@ -59,8 +59,8 @@ lower.defvjp(_lower_fwd, _lower_bwd)
 def upper(a: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """clip(a, 0, 1) below 1 and 1 + 0.01 (a - 1) above, for minimality (SPEC C2): slope 0 at a = 0, 1 at a = 1."""
     leaky = 1 + jnp.asarray(LEAK, a.dtype) * (a - 1)
-    # where() instead of clip(): the ties at 0 and 1 take the slopes that the rule states
-    return jnp.where(a > 1, leaky, jnp.where(a > 0, a, jnp.zeros((), a.dtype)))
+    # where() instead of clip(): the ties at 0 and 1 take the slopes that the rule states, and NaN stays NaN (SPEC T7)
+    return jnp.where(a > 1, leaky, jnp.where(a <= 0, jnp.zeros((), a.dtype), a))
 
 
 def squash(a: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:

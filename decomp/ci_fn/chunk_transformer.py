@@ -146,8 +146,9 @@ class ChunkTransformer:
         def chunk(_: None, xs: Any) -> tuple[None, dict[str, Array]]:
             own, blocks, tap = xs
             x = self._enter(own, dims, tap)
-            block = jax.checkpoint(self._block) if self.cfg.remat else self._block
-            x, _ = jax.lax.scan(lambda x, p: (block(p, dims, rope, x), None), x, blocks)
+            block = lambda p, x: self._block(p, dims, rope, x)  # noqa: E731
+            block = jax.checkpoint(block) if self.cfg.remat else block  # dims are names: no arguments of a checkpoint
+            x, _ = jax.lax.scan(lambda x, p: (block(p, x), None), x, blocks)
             return None, self._heads(own, dims, x)
 
         return jax.lax.scan(chunk, None, (per_chunk, per_block, taps))[1]

@@ -65,7 +65,14 @@ class LlamaTarget(Model):
     path: str
 
 
-Target = LlamaTarget
+class Llama8bTarget(Model):
+    """Llama-3.1-8B, whose shapes are known: ``plan`` needs no weights, and a run needs its folder."""
+
+    kind: Literal["llama8b"] = "llama8b"
+    path: str | None = None
+
+
+Target = Annotated[LlamaTarget | Llama8bTarget, Field(discriminator="kind")]
 
 
 # ---------------------------------------------------------------- sites

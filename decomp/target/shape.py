@@ -78,3 +78,10 @@ class LlamaShape:
 def matrix_name(layer: int, kind: str) -> str:
     """The tensor path of a matrix without ``.weight`` (SPEC F6)."""
     return f"model.layers.{layer}.{'self_attn' if kind in ATTENTION_KINDS else 'mlp'}.{kind}"
+
+
+LLAMA_8B = LlamaShape(
+    n_layers=32, d_model=4096, n_heads=32, n_kv_heads=8, head_dim=128, d_mlp=14336, vocab=128256, tied=False,
+    rope_theta=500000.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192), rms_eps=1e-5, max_positions=131072,
+)  # fmt: skip
+"""Llama-3.1-8B, as its config.json says."""

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 from decomp import mesh
 from decomp.config import fields, schema
-from decomp.config.compose import Command, conf_dir, group_options
+from decomp.config.compose import Command, group_options
 from decomp.config.errors import UserError
-from decomp.config.load import read_yaml
 from decomp.config.schema import RunConfig
+from decomp.verbs.meshes import Shape, named_mesh
 
 MAX_DEVICES = 8
-SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 COLUMNS = (
     "precision", "optim", "placement", "mesh", "devices", "worst loss", "worst stack", "result", "seconds",
 )  # fmt: skip
@@ -27,11 +26,11 @@ WIDTHS = (9, 16, 10, 10, 7, 10, 11, 12, 7)
 # A short list in which every mesh, placement, optimizer and precision of the defaults occurs, for CI.
 COVER = (
     ("fp32", "adamw", "owner", "2x2x1"),
-    ("fp32", "muon", "zero1", "2x1x1"),
     ("fp64", "adamw", "zero1", "2x4x1"),
     ("fp64", "adamw", "owner", "2x2x2"),
     ("fp64", "muon", "owner", "4x2x1"),
     ("fp64", "muon", "owner", "8x1x1"),
+    ("fp64", "muon", "zero1", "2x1x1"),
     ("fp64", "muon", "replicated", "1x8x1"),
 )
 
@@ -92,7 +91,9 @@ def _values(command: Command, group: str) -> list[str]:
         return [_known(group, name)]
     listed = [v.strip() for v in str(command.options[_plural(group)]).split(",") if v.strip()]
     if not listed:
-        raise UserError(f"{_plural(group)}=: is empty; name at least one, such as {_plural(group)}={_known_ones(group)[0]}")
+        raise UserError(
+            f"{_plural(group)}=: is empty; name at least one, such as {_plural(group)}={_known_ones(group)[0]}"
+        )
     return [_known(group, v) for v in listed]
 
 
@@ -121,24 +122,21 @@ def _known(group: str, name: str) -> str:
     if group == "mesh":
         mesh_shape(name)
     elif group == "precision" and name not in _known_ones(group):
-        raise UserError(f"precision={name}: SPEC D8 gives tolerances for fp32 and fp64; leave precision out or take one")
+        raise UserError(
+            f"precision={name}: SPEC D8 gives tolerances for fp32 and fp64; leave precision out or take one"
+        )
     elif name not in _known_ones(group):
         raise UserError(f"{_plural(group)}={name}: no such {group}; {fields.hint(name, _known_ones(group))}")
     return name
 
 
-def mesh_shape(name: str) -> tuple[int, int, int]:
-    """(replicate, fsdp, tp) of ``2x2x2`` or of an option of conf/mesh. Raises UserError for what is neither or too large."""
-    match = SHAPE.fullmatch(name)
-    if match:
-        shape = (int(match[1]), int(match[2]), int(match[3]))
-    elif name in group_options()["mesh"]:
-        raw = schema.Mesh(**read_yaml(conf_dir() / "mesh" / f"{name}.yaml"))
-        shape = (raw.replicate, raw.fsdp, raw.tp)
-    else:
-        raise UserError(f"meshes={name}: is no replicate x fsdp x tp; write it as 2x2x2, or name an option of mesh")
-    if not 1 <= math.prod(shape) <= MAX_DEVICES:
-        raise UserError(f"meshes={name}: {math.prod(shape)} devices; at most {MAX_DEVICES} are simulated, such as 2x2x2")
+def mesh_shape(name: str) -> Shape:
+    """(replicate, fsdp, tp). Raises UserError for more devices than are simulated to run."""
+    shape = named_mesh(name)
+    if math.prod(shape) > MAX_DEVICES:
+        raise UserError(
+            f"meshes={name}: {math.prod(shape)} devices; at most {MAX_DEVICES} are simulated, such as 2x2x2"
+        )
     return shape
 
 
@@ -161,7 +159,7 @@ def _prepare_environment(devices: int) -> None:
 
 
 def _check(tiny: dict[Choice, RunConfig], shapes: dict[Choice, Any]) -> None:
-    """Every case is built from shapes before the first one runs, so that a mesh that does not divide is said at once."""
+    """Builds every case from shapes before the first one runs, so that a mesh that does not divide is said at once."""
     from decomp.invariance import make_step
 
     for choice, cfg in tiny.items():
@@ -188,7 +186,9 @@ def _by_reference(tiny: dict[Choice, RunConfig]) -> Iterator[tuple[tuple[str, st
     yield from ((key, [c for c in tiny if (c.precision, c.optim) == key]) for key in keys)
 
 
-def _group(precision: str, name: str, tiny: dict[Choice, RunConfig], shapes: Any) -> Iterator[tuple[tuple[str, ...], bool]]:
+def _group(
+    precision: str, name: str, tiny: dict[Choice, RunConfig], shapes: Any
+) -> Iterator[tuple[tuple[str, ...], bool]]:
     """Table rows of the cases that share one reference; a layout that another placement gives too runs once."""
     from decomp import invariance as inv
 
@@ -207,11 +207,15 @@ def _group(precision: str, name: str, tiny: dict[Choice, RunConfig], shapes: Any
             done[key] = inv.compare(case, ref), c.placement
         result = done[key][0]
         ok = result.ok(precision)
-        verdict = (said or "ok") if ok else f"ABOVE {inv.TOLERANCE[precision]}: {result.loss.where}; {result.stack.where}"
+        verdict = (
+            (said or "ok") if ok else f"ABOVE {inv.TOLERANCE[precision]}: {result.loss.where}; {result.stack.where}"
+        )
         yield _cells(precision, name, c.placement, c.mesh, math.prod(shapes[c]), result, verdict, began), ok
 
 
-def _cells(precision: str, name: str, placement: str, mesh_name: str, n: int, result: Any, verdict: str, began: float) -> tuple[str, ...]:
+def _cells(
+    precision: str, name: str, placement: str, mesh_name: str, n: int, result: Any, verdict: str, began: float
+) -> tuple[str, ...]:
     sizes = ("-", "-") if result is None else (f"{result.loss.size:.1e}", f"{result.stack.size:.1e}")
     return precision, name, placement, mesh_name, str(n), *sizes, verdict, f"{time.monotonic() - began:.0f}"
 

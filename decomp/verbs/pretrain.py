@@ -108,7 +108,7 @@ def _check_target(cfg: schema.RunConfig, overrides: Sequence[str]) -> None:
         raise UserError(
             f"{', '.join(unused)}: pretrain reads {', '.join(USED)} and its own keys; see decomp pretrain --help"
         )
-    if not cfg.target.path.startswith("builtin:"):
+    if not (cfg.target.path or "").startswith("builtin:"):
         raise UserError(f"target.path={cfg.target.path}: pretrain trains a built-in target; give target=pycode out=...")
 
 
