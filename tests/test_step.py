@@ -64,8 +64,14 @@ def made(variant: str) -> tuple[Step, Any]:
 
 def fresh(step: Step, at: int = 0) -> State:
     """The initial state, as if ``at`` updates had passed."""
-    s = tiny.init(step)
-    return placed(step, State(s.decomposition, {**s.progress, "step": jnp.int32(at)}))
+    s = initial()
+    return placed(step, State(s.decomposition, {**s.progress, "step": np.int32(at)}))
+
+
+@cache
+def initial() -> State:
+    """The initial state on the host: no variant changes it, and drawing it is a program of its own."""
+    return jax.tree.map(np.asarray, tiny.init(made("plain")[0]))
 
 
 def placed(step: Step, s: Any) -> State:
@@ -124,7 +130,7 @@ def test_losses_are_what_is_weighted_and_summed():
 def test_the_logged_learning_rate_is_the_applied_one(at: int):
     """Case 16, T2: Adam's first update moves every parameter by the rate itself, and by no more."""
     step, target = made("plain")
-    before = jax.tree.map(np.asarray, fresh(step).decomposition)
+    before = initial().decomposition
     s, (log,) = tiny.run(step, target, fresh(step, at), 1, first=at)
     curve = Curve.model_validate(OPTIM["components"]["lr"])
     for group, expected in (("components", 3e-3 * (9 - at) / 9), ("ci_fn", 1e-3)):
@@ -142,7 +148,7 @@ def test_a_term_of_coefficient_zero_still_ascends():
     assert (whole[1][0]["schedule/coeff_adversarial"], nothing[1][0]["schedule/coeff_adversarial"]) == (1.0, 0.0)
     sources = [s.progress["sources"]["adversarial"] for s, _ in (whole, nothing)]
     jax.tree.map(np.testing.assert_array_equal, *sources)
-    started = fresh(made("plain")[0]).progress["sources"]["adversarial"]["raw"]
+    started = initial().progress["sources"]["adversarial"]["raw"]
     moved = jax.tree.map(lambda a, b: np.abs(a - np.asarray(b)).mean(), sources[0]["raw"], started)
     assert min(jax.tree.leaves(moved)) > 1e-3
     counts = {n: int(s["count"]) for n, s in whole[0].progress["sources"].items()}
@@ -152,11 +158,10 @@ def test_a_term_of_coefficient_zero_still_ascends():
 # ---------------------------------------------------------------- T7
 def poisoned(what: str) -> tuple[Any, Any]:
     """(state, target) with one number that is not finite."""
-    step, target = made("plain")
-    s = jax.tree.map(np.asarray, fresh(step))
+    target = made("plain")[1]
+    s = jax.tree.map(np.copy, initial())
     if what == "target":
         return s, {**target, "final_norm": target["final_norm"].at[0].set(jnp.nan)}
-    s = jax.tree.map(np.copy, s)
     parts = {"component": s.decomposition["components"], "CI function": s.decomposition["ci_fn"]}
     part = parts.get(what, s.progress["sources"]["shared"]["raw"])
     jax.tree.leaves(part)[0].reshape(-1)[0] = np.inf if what == "component" else np.nan
@@ -243,7 +248,8 @@ def _draw(step: Step, ctx: objective.Context, key: Any) -> tuple[np.ndarray, np.
 
 def shape_of_step(cfg: Any) -> tuple[Any, dict[str, Any]]:
     step, target = tiny.make(cfg)
-    return jax.eval_shape(step.__call__, tiny.init(step), target, tiny.batch(step, 0))
+    state = jax.eval_shape(lambda: tiny.init(step))
+    return jax.eval_shape(step.__call__, state, target, tiny.batch(step, 0))
 
 
 def test_a_term_set_to_null_is_absent():
