@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array
 
 from decomp import components, optim
 from decomp import masks as mk
@@ -115,7 +114,3 @@ def _init_source(name: str, table: SiteTable, cfg: RunConfig, leaves: Any, dtype
     raw = jax.tree.map(lambda x: x.astype(dtype), raw)
     zeros: dict[str, Any] = {m: jax.tree.map(jnp.zeros_like, raw) for m in adversary.moment_names(source)}
     return {"raw": raw, **zeros, **({"count": jnp.zeros((), jnp.int32)} if zeros else {})}
-
-
-def n_bytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if isinstance(x, Array | jax.ShapeDtypeStruct))
