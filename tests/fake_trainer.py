@@ -30,7 +30,7 @@ def config(output_dir: Path | str, **changes: Any) -> RunConfig:
         "experiment": "fake",
         "steps": 20,
         "output_dir": str(output_dir),
-        "target": {"path": "nowhere"},
+        "target": {"kind": "llama", "path": "nowhere"},
         "sites": {},
         "mesh": {},
         "placement": {},
