@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 import warnings
@@ -82,6 +83,7 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager | None = None
         self._ending: threading.Thread | None = None
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs each failure's traceback; we say one line
+        _hush_closed_loops()
         for leftover in self.root.glob("*.orbax-checkpoint-tmp*"):  # a killed save (case 22)
             shutil.rmtree(leftover, ignore_errors=True)
 
@@ -247,6 +249,22 @@ def restore_decomposition(folder: Path, step: int | None = None) -> tuple[int, T
             leaf = np.broadcast_to(np.zeros((), jax.numpy.dtype(entry["dtype"])), entry["shape"])
             _set(tree, path, leaf)
     return found, _restore_item(root / str(found) / "decomposition", tree), manifest
+
+
+def _hush_closed_loops() -> None:
+    """When orbax fails early it closes its event loop under writes that are still under way; as each of those ends, on a
+    thread of tensorstore, Python would print a traceback that nobody can act on. Everything else is still printed."""
+    before = sys.unraisablehook
+    if getattr(before, "hushes_closed_loops", False):
+        return
+
+    def hook(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            before(unraisable)
+
+    hook.hushes_closed_loops = True  # type: ignore[attr-defined]
+    sys.unraisablehook = hook
 
 
 def _open_manager(root: Path) -> ocp.CheckpointManager:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from decomp import placement as pl
@@ -85,14 +86,15 @@ def masked_site(
     W: Float[Array, "d_in d_out"],
     mask: SiteMask,
     whole: bool = False,
+    kind: str = "",
 ) -> Float[Array, "*batch d_out"]:
     """where(r, ((x V) * (m - d)) U + d (x W), x W), which never builds W - V U (SPEC 2).
 
     Under ``tp`` C and d_out are this device's shares: U's partial sums are scattered onto W's columns, or, where the
-    ``whole`` output is wanted, summed together with them.
+    ``whole`` output is wanted, summed together with them. x V carries the name ``activations/<kind>`` for remat.
     """
     m = mask.m if mask.d is None else mask.m - mask.d[..., None]
-    h = matmul(x, V) * m
+    h = checkpoint_name(matmul(x, V), f"activations/{kind}") * m
     frozen = mask.d
     if mask.r is not None:
         h = jnp.where(mask.r[..., None], h, jnp.zeros((), h.dtype))

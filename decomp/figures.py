@@ -142,7 +142,8 @@ def _spectrum(spectra: Mapping[str, np.ndarray]) -> Figure:
             sorted_ci = np.sort(np.maximum(values, SMALLEST_CI))[::-1]
             shade = 0.25 + 0.75 * (i + 1) / len(sites)
             axes.plot(np.arange(1, len(values) + 1), sorted_ci, color=_colour(kind), alpha=shade, label=_layer(site))
-        axes.set(title=kind, yscale="log", ylim=(SMALLEST_CI, 1.5), xlabel="component, by rank", ylabel="mean CI")
+        axes.set(title=kind, ylim=(SMALLEST_CI, 1.5), xlabel="component, by rank", ylabel="mean CI")
+        _log(axes)
         if len(sites) <= 8:
             _legend(axes)
     return fig
@@ -155,7 +156,8 @@ def _histograms(histograms: Mapping[str, np.ndarray], edges: np.ndarray) -> Figu
         for i, (site, counts) in enumerate(sites.items()):
             share = counts / max(counts.sum(), 1)
             axes.stairs(share, edges, color=_colour(kind), alpha=0.25 + 0.75 * (i + 1) / len(sites), label=_layer(site))
-        axes.set(title=kind, yscale="log", xlabel="causal importance", ylabel="share of all entries")
+        axes.set(title=kind, xlabel="causal importance", ylabel="share of all entries")
+        _log(axes)
         if len(sites) <= 8:
             _legend(axes)
     return fig
@@ -175,7 +177,7 @@ def _panels(
     columns = min(3, len(kinds))
     rows = -(-len(kinds) // columns)
     fig = _figure(3.4 * columns + 0.4, 2.7 * rows)
-    grid = fig.subplots(rows, columns, squeeze=False).flat
+    grid = fig.subplots(rows, columns, squeeze=False, sharey=True).flat
     for unused in list(grid)[len(kinds) :]:
         unused.set_axis_off()
     return fig, zip(fig.axes, kinds.items(), strict=False)
@@ -191,7 +193,12 @@ def _log_if_positive(axes: Any) -> None:
     values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines] or [np.zeros(1)])
     finite = values[np.isfinite(values)]
     if finite.size and finite.min() > 0:
-        axes.set_yscale("log")
+        _log(axes)
+
+
+def _log(axes: Any) -> None:
+    axes.set_yscale("log")
+    axes.minorticks_off()  # eight to a decade: they take most of the drawing time
 
 
 def _legend(axes: Any) -> None:

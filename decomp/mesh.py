@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+from pathlib import Path
 from typing import Any
 
 from decomp.config.errors import UserError
@@ -10,10 +13,14 @@ from decomp.config.schema import Mesh as MeshConfig
 
 AXES = ("replicate", "fsdp", "tp")
 DATA_AXES = ("replicate", "fsdp")
+ACCELERATOR_FILES = ("nvidia[0-9]*", "kfd", "accel*", "vfio/[0-9]*")
 
 
 def prepare_environment(cfg: MeshConfig) -> None:
-    """Asks XLA for simulated CPU devices. Call it before jax is imported; afterwards it has no effect."""
+    """Sets malloc up for CPU runs and asks XLA for simulated devices. Call it before jax is imported; afterwards it has
+    no effect."""
+    if cfg.simulate or not any(path for pattern in ACCELERATOR_FILES for path in Path("/dev").glob(pattern)):
+        keep_heap()
     if not cfg.simulate:
         return
     wanted = f"--xla_force_host_platform_device_count={cfg.replicate * cfg.fsdp * cfg.tp}"
@@ -39,3 +46,18 @@ def build_mesh(cfg: MeshConfig) -> Any:
             "`decomp plan` needs none, launcher=slurm asks for them, mesh.simulate=true simulates them on CPU"
         )
     return jax.sharding.Mesh(np.array(devices[:needed]).reshape(shape), AXES)
+
+
+def keep_heap() -> None:
+    """Tells glibc's malloc to keep what one step frees for the next one; without effect on other systems.
+
+    XLA on CPU takes a step's temporaries from malloc. Left alone, malloc hands them back to the system, and the next
+    step faults in every page again: ``python bench/step.py heap`` prints what that costs. Arenas that threads have
+    made before stay as they are, so this belongs before jax.
+    """
+    m_trim_threshold, m_mmap_max, m_arena_max = -1, -4, -8  # malloc.h
+    with contextlib.suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(m_mmap_max, 0)
+        mallopt(m_trim_threshold, 2**31 - 1)
+        mallopt(m_arena_max, 1)

@@ -157,10 +157,12 @@ def test_only_readable_library_sources_count(tmp_path: Path):
         "site-packages/x.py",
         "dist-packages/y.py",
         "__pycache__/z.py",
+        "test/t.py",
+        "idlelib/idle_test/u.py",
         "config-3/c.py",
         "_sysconfigdata_x.py",
     ):
-        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("print()")
     (root / "latin.py").write_bytes(b"# \xe9\n")
     (root / "empty.py").write_text("")

@@ -58,7 +58,7 @@ def test_a_run_and_a_resumed_run_are_the_same_run(decomp_cli: Cli, tmp_path: Pat
     assert lines(second) == lines(first)
     a, b = decomp.open_run(first), decomp.open_run(second)
     assert a.step == b.step == 8
-    assert len(a.sites) == 28
+    assert len(a.sites) == 21
     for site in a.sites:
         np.testing.assert_array_equal(a.V(site), b.V(site))
         np.testing.assert_array_equal(a.U(site), b.U(site))

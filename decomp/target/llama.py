@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from decomp.components import SiteMask, Stacks, masked_site
@@ -32,6 +33,12 @@ from decomp.target.shape import LlamaShape, matrix_name
 Params = dict[str, Any]
 Captures = dict[str, Array]
 ROW_KINDS = ("o_proj", "down_proj")  # their input is split over tp and their output is whole
+# What a recomputed layer keeps: with the outputs of its matrices only x V is multiplied again. Nothing in the layer reads
+# down_proj's output, so of that matrix x V itself is kept.
+KEPT = jax.checkpoint_policies.save_only_these_names(
+    *(f"outputs/{kind}" for kind in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "c_fc")),
+    "activations/down_proj",
+)
 
 
 class Clean(NamedTuple):
@@ -109,7 +116,7 @@ class Llama:
     ) -> tuple[Array, Any]:
         layer_xs = _layer_rows(run, self.table, params)
         body = partial(self._layer, run, dims, rope, captures, linear)
-        body = jax.checkpoint(body) if self.remat and extra else body
+        body = jax.checkpoint(body, policy=KEPT) if self.remat and extra else body
         return jax.lax.scan(body, x, (layer_xs, extra))
 
     def _layer(
@@ -123,6 +130,7 @@ class Llama:
             row = kind in ROW_KINDS
             h = self.ax.all_gather(h, ("tp",), h.ndim - 1) if row else h
             y = linear(kind, h, _weight(self.ax, run, layer, dims, kind), run.first.get(kind), extra, row)
+            y = checkpoint_name(y, f"outputs/{kind}")
             if kind in run.first:  # a site's output is x @ W: biases are not part of it (SPEC F5)
                 caps.update({f"{n}/{kind}": v for n, v in (("site_inputs", h), ("site_outputs", y)) if n in captures})
             return y + layer["biases"][kind] if kind in layer["biases"] else y
@@ -173,7 +181,7 @@ def masked_linear(ax: Axes, run: Run, masks: Masks, copy_dims: Any) -> Callable[
         stacks, mask_row = extra
         j, g = site.slot - run.group_starts[site.group], site.group
         V, U = (ax.over_node(stacks[g][f][j], copy_dims[g][f]) for f in "VU")
-        return masked_site(ax, x, V, U, W, masks.at(run, kind, mask_row), whole=row)
+        return masked_site(ax, x, V, U, W, masks.at(run, kind, mask_row), row, kind)
 
     return linear
 
