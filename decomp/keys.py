@@ -73,10 +73,21 @@ def uniform_block(
 
     Multiples of 2^-24 in float32, the same in every precision mode.
     """
+    return to_uniform(bits_block(key, example0, shape, width, offset))
+
+
+def bits_block(
+    key: Key, example0: Array | int, shape: tuple[int, int, int], width: int, offset: Array | int = 0
+) -> UInt32[Array, "b t c"]:
+    """32 random bits per element of the block that ``uniform_block`` describes."""
     index = lambda dim: jax.lax.broadcasted_iota(jnp.uint32, shape, dim)  # noqa: E731
     low = index(1) * jnp.uint32(width) + (index(2) + _word(offset))
     high = (index(0) + _word(example0)) * jnp.uint32(_GOLDEN)
-    bits = mix(mix(low ^ key[0]) ^ (high + key[1]))
+    return mix(mix(low ^ key[0]) ^ (high + key[1]))
+
+
+def to_uniform(bits: UInt32[Array, "*n"]) -> Float[Array, "*n"]:
+    """U[0, 1) in multiples of 2^-24 from the upper 24 bits."""
     return (bits >> 8).astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 

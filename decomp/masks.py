@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, UInt32
+from jaxtyping import Array, Bool, Float, UInt16, UInt32
 
 from decomp.components import SiteMask
 from decomp.config.schema import RouteAll, RouteProbability, RouteUniformK
-from decomp.keys import Key, site_keys, to_normal, uniform_block
+from decomp.keys import Key, bits_block, site_keys, to_normal, to_uniform, uniform_block
+from decomp.numerics import read_fixed
 from decomp.placement import Axes, Leaf
 from decomp.sites import Run, Site, SiteTable, group_rows, lane_rows
 
@@ -82,25 +83,37 @@ def pair_keys(key: Key, sites: Sequence[Site]) -> UInt32[Array, "n 2 2"]:
     return site_keys(key, names).reshape(-1, 2, 2)
 
 
+class Fixed(NamedTuple):
+    """Sources in 16 bits, ``u`` / 65535, and what gradients by them are taken by: ``numerics.read_fixed``."""
+
+    u: UInt16[Array, "*n"]
+    by: Float[Array, "*n"]
+
+
 @dataclass(frozen=True)
 class Stored:
     """Sources held as arrays, one pair per stack group, of shape letters ``shape`` (SPEC M3, section 6).
 
     ``values[group]`` is {"c": [g, (B), (T), C], "delta": [g, (B), (T)]} with B and T only where the letters name them.
+    A ``Fixed`` in place of an array is read where its layer needs it: all sources never exist as floats at once.
     """
 
-    values: Mapping[str, Mapping[str, Array]]
+    values: Mapping[str, Mapping[str, Array | Fixed]]
     shape: str
 
     def rows(self, run: Run) -> Any:
-        return {g: {k: group_rows(run, g, v) for k, v in self.values[g].items()} for g in run.group_sizes}
+        return {g: jax.tree.map(lambda x, g=g: group_rows(run, g, x), self.values[g]) for g in run.group_sizes}
 
     def at(self, run: Run, kind: str, row: Any) -> tuple[Array, Array]:
         site = run.first[kind]
         j = site.slot - run.group_starts[site.group]
-        c, delta = row[site.group]["c"][j], row[site.group]["delta"][j]
+        c, delta = (_one_source(row[site.group][part], j) for part in ("c", "delta"))
         missing = [i for i, letter in enumerate("bs") if letter not in self.shape]
         return jnp.expand_dims(c, missing), jnp.expand_dims(delta, missing)
+
+
+def _one_source(x: Array | Fixed, j: int) -> Float[Array, ...]:
+    return read_fixed(x.u[j], x.by[j]) if isinstance(x, Fixed) else x[j]
 
 
 @dataclass(frozen=True)
@@ -135,6 +148,14 @@ def draw_stored(
     ax: Axes, table: SiteTable, window: Window, key: Key, shape: str, normal: bool = False
 ) -> dict[str, dict[str, Array]]:
     """Fresh source arrays U[0, 1) (or N(0, 1)) of this device, by site name and global example (SPEC A1, R2)."""
+    u = jax.tree.map(to_uniform, stored_bits(ax, table, window, key, shape))
+    return jax.tree.map(to_normal, u) if normal else u
+
+
+def stored_bits(
+    ax: Axes, table: SiteTable, window: Window, key: Key, shape: str
+) -> dict[str, dict[str, UInt32[Array, ...]]]:
+    """32 random bits per element of this device's source arrays, by site name and global example (SPEC R2)."""
     B, T = window.batch if "b" in shape else 1, window.length if "s" in shape else 1
     example0 = window.example0 if "b" in shape else 0
     squeeze = tuple(i for i, letter in enumerate("bs", start=1) if letter not in shape)
@@ -142,10 +163,9 @@ def draw_stored(
     for g in table.groups.values():
         keys, local = pair_keys(key, g.sites), g.C // ax.size("tp")
         offset = ax.index(("tp",)) * local
-        c = jax.vmap(lambda k: uniform_block(k[0], example0, (B, T, local), g.C, offset))(keys)  # noqa: B023
-        delta = jax.vmap(lambda k: uniform_block(k[1], example0, (B, T, 1), 1)[..., 0])(keys)
-        pair = {"c": jnp.squeeze(c, squeeze), "delta": jnp.squeeze(delta, squeeze)}
-        out[g.name] = {k: to_normal(v) for k, v in pair.items()} if normal else pair
+        c = jax.vmap(lambda k: bits_block(k[0], example0, (B, T, local), g.C, offset))(keys)  # noqa: B023
+        delta = jax.vmap(lambda k: bits_block(k[1], example0, (B, T, 1), 1)[..., 0])(keys)
+        out[g.name] = {"c": jnp.squeeze(c, squeeze), "delta": jnp.squeeze(delta, squeeze)}
     return out
 
 

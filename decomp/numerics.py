@@ -1,12 +1,15 @@
-"""Two conventions every formula shares: what "at least float32" is, and how activations meet a matrix."""
+"""Conventions that formulas share: "at least float32", how activations meet a matrix, and numbers held in 16 bits."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, BFloat16, Float, UInt16, UInt32
+
+GRID = 65535  # uint16 fixed point: u stands for u / GRID (SPEC P1)
 
 
 def wide(dtype: Any) -> Any:
@@ -17,3 +20,39 @@ def wide(dtype: Any) -> Any:
 def matmul(x: Float[Array, "*batch a"], w: Float[Array, "a b"]) -> Float[Array, "*batch b"]:
     """x @ w with the leading dims of x as one: XLA's fast CPU matmul takes rank 2 alone, forward and backward."""
     return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[-1])
+
+
+# ---------------------------------------------------------------- 16 bits, rounded at random (SPEC P1)
+@jax.custom_jvp
+def read_fixed(u: UInt16[Array, "*n"], by: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """u / 65535 in the dtype of ``by``; its gradient comes out by ``by``, whose values are not read.
+
+    An integer has no gradient: ``by`` stands for it, in the dtype the gradient is to have.
+    """
+    return (u.astype(wide(by.dtype)) / GRID).astype(by.dtype)
+
+
+@read_fixed.defjvp
+def _read_fixed_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return read_fixed(*primals), tangents[1]
+
+
+def move_fixed(u: UInt16[Array, "*n"], by: Float[Array, "*n"], r: Float[Array, "*n"]) -> UInt16[Array, "*n"]:
+    """clip(u / 65535 + by, 0, 1) on the grid: rounded up where ``r``, U[0, 1), is below the remainder.
+
+    ``by`` is split into whole steps and a remainder before it meets ``u``: u / 65535 + by in float32 would round the
+    remainder itself, and move a source whose gradient is 0. A NaN does not move it either.
+    """
+    steps = jnp.clip(jnp.where(jnp.isnan(by), 0, by) * GRID, -GRID - 1, GRID + 1)
+    whole = jnp.floor(steps)
+    up = r.astype(steps.dtype) < steps - whole
+    moved = u.astype(jnp.int32) + whole.astype(jnp.int32) + up.astype(jnp.int32)
+    return jnp.clip(moved, 0, GRID).astype(jnp.uint16)
+
+
+def round_bfloat16(x: Float[Array, "*n"], bits: UInt32[Array, "*n"]) -> BFloat16[Array, "*n"]:
+    """x in bfloat16, away from 0 with the probability of the 16 bits it loses; ``bits``: 16 random ones, low."""
+    whole = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    cut = (whole + (bits & jnp.uint32(0xFFFF))) & jnp.uint32(0xFFFF0000)
+    rounded = jax.lax.bitcast_convert_type(cut, jnp.float32)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.float32)).astype(jnp.bfloat16)

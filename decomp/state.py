@@ -110,7 +110,12 @@ def _init_source(name: str, table: SiteTable, cfg: RunConfig, leaves: Any, dtype
     assert source is not None
     window = mk.Window(0, cfg.data.batch_size, cfg.data.seq_len)
     key = key_of(cfg.seed, "init", f"sources/{name}")
-    raw = mk.draw_stored(ONE_DEVICE, table, window, key, source.shape, source.parametrize == "sigmoid")
-    raw = jax.tree.map(lambda x: x.astype(dtype), raw)
-    zeros: dict[str, Any] = {m: jax.tree.map(jnp.zeros_like, raw) for m in adversary.moment_names(source)}
+    if source.dtype == "uint16":
+        bits = mk.stored_bits(ONE_DEVICE, table, window, key, source.shape)
+        raw = jax.tree.map(lambda b: (b >> 16).astype(jnp.uint16), bits)  # what float32 draws, cut to the grid
+    else:
+        raw = mk.draw_stored(ONE_DEVICE, table, window, key, source.shape, source.parametrize == "sigmoid")
+        raw = jax.tree.map(lambda x: x.astype(dtype), raw)
+    zero = lambda x: jnp.zeros(x.shape, adversary.moment_dtype(source, dtype))  # noqa: E731
+    zeros: dict[str, Any] = {m: jax.tree.map(zero, raw) for m in adversary.moment_names(source)}
     return {"raw": raw, **zeros, **({"count": jnp.zeros((), jnp.int32)} if zeros else {})}

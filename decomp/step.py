@@ -23,9 +23,10 @@ from decomp import optim, schedule
 from decomp import placement as pl
 from decomp.ci_fn.base import CiFn, squash
 from decomp.config.schema import AdamW, Loss, PersistentSource, Recon, RunConfig, Schedule
+from decomp.keys import fold, key_of
 from decomp.loss import adversary, minimality, objective, reconstruction
 from decomp.loss.faithfulness import faithfulness
-from decomp.mesh import DATA_AXES
+from decomp.mesh import AXES, DATA_AXES
 from decomp.numerics import wide
 from decomp.placement import Axes
 from decomp.state import SCALAR, State
@@ -82,7 +83,8 @@ class Step:
         slopes, average, sparsity = self.sparsity(sums.rates, progress["frequency"], given.step)
         sources = {n: self.warm_up(n, s, copies, seen, sums, given) for n, s in progress["sources"].items()}
         recon, copy_grads, source_grads = self.backward(copies, seen, sums, kept, sources, slopes, given)
-        sources = {n: self.ascend(n, s, source_grads[n], given.step) for n, s in sources.items()}
+        sources = {n: self.ascend(n, s, source_grads[n], given) for n, s in sources.items()}
+        recon = {n: self.judged(n, v, sources) for n, v in recon.items()}
         (grads,) = reduce_out(copy_grads)
         faith, grads = self.add_faithfulness(masters["components"], target, grads, given.step)
         return grads, sources, average, faith | sparsity | recon, sums.l0
@@ -158,10 +160,10 @@ class Step:
                 cfg, objective.ascent_gradient(self.model, term, ctx, copies["components"], here.lower, own)
             )
 
-        for _ in range(cfg.num_warmup_steps):  # unrolled: as a loop's carry the sources would be copied in and out
+        for i in range(cfg.num_warmup_steps):  # unrolled: as a loop's carry the sources would be copied in and out
             raw = source["raw"]
             grads = self.merge(cfg, *self.over_windows(lambda j, raw=raw: window(j, raw)))
-            source = self.ascend(name, source, grads, given.step)
+            source = self.ascend(name, source, grads, given, i)
         return source
 
     def backward(
@@ -214,8 +216,30 @@ class Step:
             for n, u in upper.items()
         }
 
-    def ascend(self, name: str, source: Tree, grads: Tree, step: Array) -> Tree:
-        return adversary.ascend(self.persistent[name], source, grads, step, self.cfg.steps)
+    def ascend(self, name: str, source: Tree, grads: Tree, given: Given, ascent: int | None = None) -> Tree:
+        """Ascent number ``ascent`` of this step, by default the final one (SPEC A2)."""
+        cfg = self.persistent[name]
+        bits = self.rounding(name, given, cfg.num_warmup_steps if ascent is None else ascent)
+        return adversary.ascend(cfg, source, grads, given.step, self.cfg.steps, bits)
+
+    def rounding(self, name: str, given: Given, ascent: int) -> adversary.Bits | None:
+        """This device's draws of one ascent, by term, step, ascent, site and global example (SPEC P1, R1, R2)."""
+        cfg, (B, T) = self.persistent[name], given.tokens.shape
+        if cfg.dtype != "uint16":
+            return None
+        window = mk.Window(self.ax.index(DATA_AXES) * B, B, T)
+        key = key_of(self.model.seed, f"sources/{name}", given.step, ascent)
+        draw = lambda what: mk.stored_bits(self.ax, self.model.table, window, fold(key, what), cfg.shape)  # noqa: E731
+        return adversary.Bits(draw("raw"), draw("moments"))
+
+    def judged(self, name: str, value: Array, sources: Tree) -> Array:
+        """The term's value, NaN where moments of its uint16 sources are not finite: an integer cannot carry a NaN to a
+        forward that would show it (SPEC T7)."""
+        if name not in sources or self.persistent[name].dtype != "uint16":
+            return value
+        moments = [x for m in adversary.moment_names(self.persistent[name]) for x in jax.tree.leaves(sources[name][m])]
+        bad = [self.ax.varying(jnp.any(~jnp.isfinite(x)).astype(jnp.int32), AXES) for x in moments]
+        return jnp.where(self.ax.psum(sum(bad, jnp.int32(0)), AXES) > 0, jnp.nan, value) if bad else value
 
     def add_faithfulness(self, masters: Tree, target: Tree, grads: Tree, step: Array) -> tuple[Values, Tree]:
         if self.loss.faithfulness is None:
@@ -277,7 +301,7 @@ class Step:
             return jax.tree.map(jnp.add, total, summed), stacked
 
         zeros = jax.tree.map(self.zeros_like_type, jax.eval_shape(lambda: fn(jnp.int32(0))[0]))
-        return jax.lax.scan(body, zeros, jnp.arange(self.microbatches))
+        return jax.lax.scan(body, zeros, jnp.arange(self.microbatches, dtype=jnp.int32))
 
     def zeros_like_type(self, aval: Any) -> Array:
         return self.ax.varying(jnp.zeros(aval.shape, aval.dtype), tuple(pl.varying_axes(aval)))
@@ -294,7 +318,9 @@ class Step:
 
     def by_shape(self, cfg: PersistentSource, grads: Tree) -> tuple[Tree, Tree]:
         """(to be summed, to be stacked): gradients of shared sources add up, per-example ones lie side by side."""
-        return ((), grads) if "b" in cfg.shape else (grads, ())
+        if "b" in cfg.shape:
+            return (), grads
+        return jax.tree.map(lambda g: g.astype(wide(g.dtype)), grads), ()
 
     def merge(self, cfg: PersistentSource, shared: Tree, own: Tree) -> Tree:
         if "b" not in cfg.shape:

@@ -24,6 +24,21 @@ REFUSED = {
         "loss.recon.adversarial.source.shape: sc is shared by the batch, of which data.microbatches=2 shows one window "
         "at a time; use data.microbatches=1 or loss.recon.adversarial.source.shape=bsc",
     ),
+    "sigmoid in 16 bits": (
+        ["loss.recon.adversarial.source={parametrize: sigmoid, dtype: uint16}"],
+        "loss.recon.adversarial.source.dtype: uint16 holds [0, 1], which raw values under a sigmoid leave; use float32 "
+        "or loss.recon.adversarial.source.parametrize=clip",
+    ),
+    "sigmoid in 16 bits, mixed": (
+        [
+            "loss.recon.adversarial.source={kind: mixed, persistent: {parametrize: sigmoid, dtype: uint16}}",
+        ],
+        "loss.recon.adversarial.source.persistent.dtype: uint16 holds [0, 1]",
+    ),
+    "bf16 sources": (
+        ["loss.recon.adversarial.source.dtype=bfloat16"],
+        "loss.recon.adversarial.source.dtype='bfloat16': no such option",
+    ),
     "profile order": (["profile.steps=[9,4]"], "profile.steps: [9, 4] is not in order; try profile.steps=[4,9]"),
     "profile beyond": (
         ["steps=10", "profile.steps=[4,10]"],
@@ -94,6 +109,9 @@ ALLOWED = {
         "loss.recon.adversarial.source={kind: fresh_pgd, shape: bc}",
     ],
     "fresh PGD in one window": ["loss.recon.adversarial.source={kind: fresh_pgd, shape: c}"],
+    "16 bits": ["loss.recon.adversarial.source.dtype=uint16"],
+    "16 bits in fp64": ["loss.recon.adversarial.source.dtype=uint16", "precision=fp64"],
+    "sigmoid": ["loss.recon.adversarial.source.parametrize=sigmoid"],
     "profile last": ["steps=10", "profile.steps=[9,9]"],
     "stop at the end": ["steps=10", "stop_after=10"],
     "faithfulness alone": ["loss.recon.stochastic=null", "loss.recon.adversarial=null"],

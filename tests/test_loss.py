@@ -11,6 +11,7 @@ import pytest
 from jaxprs import equations, shapes
 
 from decomp.config.schema import AdamSource, Curve, Frequency, Knot, Lp, PersistentSource, SignSource, SmoothL0
+from decomp.keys import bits_block, key_of, to_uniform
 from decomp.loss import adversary, minimality
 from decomp.loss.faithfulness import faithfulness
 from decomp.loss.reconstruction import kl_sum
@@ -198,6 +199,74 @@ def test_source_learning_rate_follows_the_training_step():
         moved.append(float(raw_c(state)[1] - raw_c(after)[1]))
         state = after
     assert moved == pytest.approx([0.2, 0.2, 0.1, 0.0], abs=1e-6)
+
+
+# ---------------------------------------------------------------- sources in 16 bits (SPEC P1)
+def ascents(cfg: PersistentSource, gradient: Any, start: jax.Array, n: int) -> dict[str, Any]:
+    """State after ``n`` ascents of independent sources on ``gradient(x, i)``, rounding by draws of their own."""
+    fixed = cfg.dtype == "uint16"
+    raw = {"g": {"c": jnp.round(start * 65535).astype(jnp.uint16) if fixed else start}}
+    zeros = {"g": {"c": jnp.zeros(start.shape, adversary.moment_dtype(cfg, jnp.float32))}}
+    state = {"raw": raw, "m": zeros, "v": zeros, "count": jnp.int32(0)}
+
+    def one(state: Any, i: jax.Array) -> Any:
+        draws = bits_block(key_of(7, i), 0, (1, 2, start.size), start.size)[0]
+        bits = adversary.Bits(*({"g": {"c": b}} for b in draws))
+        x = floats(state)
+        return adversary.ascend(cfg, state, {"g": {"c": gradient(x, i)}}, 0, 10, bits), None
+
+    return jax.jit(lambda s: jax.lax.scan(one, s, jnp.arange(n)))(state)[0]
+
+
+def floats(state: dict[str, Any]) -> jax.Array:
+    x = state["raw"]["g"]["c"]
+    return x.astype(jnp.float32) / 65535 if x.dtype == jnp.uint16 else x
+
+
+def test_ascents_in_16_bits_are_statistically_those_in_float32():
+    """P1's choice for the moments: 300 Adam ascents on noisy gradients, the same noise for both.
+
+    Every source seeks a goal of its own, a quarter of them outside [0, 1]. The two trajectories part by rounding alone:
+    by no more than 3% of what the noise moves a source, without bias, and with moments right on average.
+    """
+    n, updates = 8192, 300
+    goal = to_uniform(bits_block(key_of(1, "goal"), 0, (1, 1, n), n)[0, 0]) * 1.5 - 0.25
+
+    def gradient(x: jax.Array, i: jax.Array) -> jax.Array:
+        u = to_uniform(bits_block(key_of(2, i), 0, (1, 1, n), n)[0, 0])
+        return (goal - x + 3 * (u - 0.5)) * jnp.float32(1e-6)  # as small as those of a large batch's mean
+
+    start = jnp.full(n, 0.5)
+    ends = [ascents(PersistentSource(dtype=d), gradient, start, updates) for d in ("float32", "uint16")]
+    x, y = (np.asarray(floats(e), np.float64) for e in ends)
+    inside = (np.asarray(goal) > 0.2) & (np.asarray(goal) < 0.8)
+    spread = np.std((x - np.asarray(goal))[inside])
+    off = y - x
+    assert spread > 0.02  # what the noise does
+    assert np.std(off) < 0.03 * spread
+    assert abs(off.mean()) < 5 * np.std(off) / np.sqrt(n)
+    for name in ("m", "v"):
+        a, b = (np.asarray(e[name]["g"]["c"]).astype(np.float64) for e in ends)
+        # one rounding of v is off by 2^-8 of it at most (standard deviation), and decays by 0.99 an update
+        assert np.std(b - a) < 2**-8 / np.sqrt(1 - 0.99**2) * np.sqrt(np.mean(a**2)), name
+        assert abs((b - a).mean()) < 5 * np.std(b - a) / np.sqrt(n), name
+    np.testing.assert_allclose(ends[0]["count"], ends[1]["count"])
+
+
+def test_a_second_moment_in_bfloat16_needs_its_draws():
+    """On |g| = 1, v = 1 - 0.99^n. Rounded to nearest it stays where 0.01 (1 - v) is half a spacing, at 0.8; by draws it
+    gets there on average."""
+    n, updates = 4096, 400
+    state = ascents(PersistentSource(dtype="uint16"), lambda x, i: jnp.ones_like(x), jnp.zeros(n), updates)
+    v = np.asarray(state["v"]["g"]["c"]).astype(np.float64)
+    # one rounding is at most half of 2^-8 from the mean (standard deviation), and decays by 0.99 an update
+    bound = 2**-9 / np.sqrt(1 - 0.99**2)
+    assert np.std(v) < bound
+    assert abs(v.mean() - (1 - 0.99**updates)) < 5 * bound / np.sqrt(n)
+    nearest = jnp.bfloat16(0)
+    for _ in range(updates):
+        nearest = (0.99 * nearest.astype(jnp.float32) + 0.01).astype(jnp.bfloat16)
+    assert float(nearest) < 0.85
 
 
 @pytest.mark.parametrize("step_size", [0.3, 5.0])

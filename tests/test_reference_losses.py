@@ -337,6 +337,46 @@ def test_source_ascents(kind: str, parametrize: Any) -> None:
             close(got, raw[site][name])
 
 
+@pytest.mark.parametrize("kind", ["adam", "sign"])
+def test_source_ascents_in_16_bits(kind: str) -> None:
+    """P1: four ascents of the reference with its sources and moments rounded after each, by the same draws."""
+    case, rng = the_case(), np.random.default_rng(10)
+    optim = {"kind": kind} | ({"betas": (0.5, 0.99), "eps": 1e-8} if kind == "adam" else {})
+    cfg = schema.PersistentSource.model_validate({"shape": "sc", "dtype": "uint16", "optim": optim | {"lr": 0.07}})
+    codes: Any = tree.zip_map(lambda x: rng.integers(0, 65536, x.shape), case.draw("sc"))
+    state: dict[str, Any] = {"raw": jax.tree.map(lambda u: u.astype(jnp.uint16), source_values(case.table, codes))}
+    if kind == "adam":
+        zeros = jax.tree.map(lambda u: jnp.zeros(u.shape, jnp.bfloat16), state["raw"])
+        state |= {"m": zeros, "v": zeros, "count": jnp.zeros((), jnp.int32)}
+    moments = tree.zip_map(lambda u: ref_optim.zero_moments(u * 1.0), codes)
+    ascend = quick_jit(lambda state, grads, bits: adversary.ascend(cfg, state, grads, 7, 20, bits))
+
+    def rounded(m: Any, bits: np.ndarray) -> Any:
+        """m by the lower half of the bits, v by the upper, from what float32 holds of them."""
+        halves = ((bits & 0xFFFF) / 65536, (bits >> 16) / 65536)
+        new = [ref_optim.round_bfloat16(np.float32(x).astype(float), r) for x, r in zip(m[:2], halves, strict=True)]
+        return m._replace(**dict(zip(m._fields[:2], new, strict=True)))
+
+    for _ in range(4):
+        grads = tree.zip_map(lambda leaf: rng.standard_normal(leaf.shape), codes)
+        bits = [tree.zip_map(lambda u: rng.integers(0, 1 << 32, u.shape, np.uint32), codes) for _ in range(2)]
+        drawn = adversary.Bits(*(source_values(case.table, b) for b in bits))
+        state = ascend(state, source_values(case.table, grads), drawn)
+        raw = tree.zip_map(lambda u: u / 65535.0, codes)
+        raw, moments = ref_optim.source_ascent(raw, grads, moments, 0.07, optim, "clip")
+        codes = tree.zip_map(lambda x, b: ref_optim.round_fixed(x, (b >> 8) / 2.0**24), raw, bits[0])
+        if kind == "adam":
+            moments = tree.zip_map(rounded, moments, bits[1])
+    got = {"raw": sources_of(case.table, state["raw"])}
+    expected = {"raw": codes}
+    if kind == "adam":
+        for name, i in (("m", 0), ("v", 1)):
+            got[name] = sources_of(case.table, state[name])
+            expected[name] = tree.zip_map(lambda m, i=i: m[i], moments)
+    for name, sites in expected.items():
+        tree.zip_map(lambda a, b: np.testing.assert_array_equal(a.astype(float), b), got[name], sites)
+
+
 def test_fresh_pgd() -> None:
     """M2, M5: three sign ascents under one routing, gradients of the product against full central differences."""
     case = the_case()

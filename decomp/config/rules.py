@@ -68,6 +68,17 @@ def fresh_pgd_in_windows(cfg: RunConfig) -> Iterator[Problem]:
             yield Problem(path, fix, ("data.microbatches", path))
 
 
+def sources_in_a_box(cfg: RunConfig) -> Iterator[Problem]:
+    """Fixed point holds [0, 1]; the raw value of a sigmoid has no bounds (SPEC A1, P1)."""
+    for name, term in cfg.loss.recon.items():
+        source, path = term.source if term else None, f"loss.recon.{name}.source"
+        if isinstance(source, schema.MixedSource):
+            source, path = source.persistent, f"{path}.persistent"
+        if isinstance(source, schema.PersistentSource) and (source.dtype, source.parametrize) == ("uint16", "sigmoid"):
+            fix = f"uint16 holds [0, 1], which raw values under a sigmoid leave; use float32 or {path}.parametrize=clip"
+            yield Problem(f"{path}.dtype", fix, (f"{path}.dtype", f"{path}.parametrize"))
+
+
 def profile_window(cfg: RunConfig) -> Iterator[Problem]:
     if cfg.profile.steps is None:
         return
@@ -179,6 +190,7 @@ RULES: tuple[Rule, ...] = (
     attention_heads,
     microbatches,
     fresh_pgd_in_windows,
+    sources_in_a_box,
     profile_window,
     stops_within,
     frequency_needs_minimality,

@@ -205,12 +205,16 @@ class FreshPgdSource(Model):
 
 
 class PersistentSource(Model):
-    """Sources that live through the run and have their own optimizer (SPEC 6)."""
+    """Sources that live through the run and have their own optimizer (SPEC 6).
+
+    ``dtype`` is what they rest in (SPEC P1): float32, the masters' precision, or uint16 with moments in bfloat16.
+    """
 
     kind: Literal["persistent"] = "persistent"
     shape: SourceShape = "bsc"
     num_warmup_steps: NonNegativeInt = 2
     parametrize: Literal["clip", "sigmoid"] = "clip"
+    dtype: Literal["float32", "uint16"] = "float32"
     optim: Annotated[AdamSource | SignSource, Field(discriminator="kind")] = AdamSource()
 
 

@@ -70,17 +70,22 @@ def value(model: Model, term: Recon, ctx: Context, components: Stacks, masks: mk
 def gradients(
     model: Model, name: str, term: Recon, ctx: Context, components: Stacks, ci: ByLane, raw: adversary.Values
 ) -> tuple[Array, tuple[Stacks, ByLane, adversary.Values]]:
-    """The bare term and its gradients by (components, CI, persistent sources), the mean over draws (SPEC L6, A3)."""
+    """The bare term and its gradients by (components, CI, persistent sources), the mean over draws (SPEC L6, A3).
+
+    Gradients by sources in uint16 have the dtype of ``ci``.
+    """
+    variables = adversary.variables(model.ax, raw, _lane_dtype(ci))
 
     def one(draw: int) -> tuple[Array, tuple[Stacks, ByLane, adversary.Values]]:
         key = key_of(model.seed, f"recon/{name}", ctx.step, draw)
         routes = draw_routes(model, term, ctx, key)
         source_of = prepare_source(model, term, ctx, components, ci, key, routes)
 
-        def bare(c: Stacks, ci: ByLane, raw: Any) -> Array:
-            return value(model, term, ctx, c, mk.CiMasks(ci, source_of(raw), routes, model.loss.delta))
+        def bare(c: Stacks, ci: ByLane, by: Any) -> Array:
+            source = source_of(adversary.values_of(raw, by))
+            return value(model, term, ctx, c, mk.CiMasks(ci, source, routes, model.loss.delta))
 
-        return jax.value_and_grad(bare, argnums=(0, 1, 2))(components, ci, raw)
+        return jax.value_and_grad(bare, argnums=(0, 1, 2))(components, ci, variables)
 
     total = one(0)
     for draw in range(1, term.draws):
@@ -95,11 +100,11 @@ def ascent_gradient(
     cfg = adversary.persistent_of(term)
     assert cfg is not None
 
-    def bare(raw: adversary.Values) -> Array:
-        source = mk.Stored(adversary.effective(cfg, raw), cfg.shape)
+    def bare(by: adversary.Values) -> Array:
+        source = mk.Stored(adversary.effective(cfg, adversary.values_of(raw, by)), cfg.shape)
         return value(model, term, ctx, components, mk.CiMasks(ci, source, None, model.loss.delta))
 
-    return jax.grad(bare)(raw)
+    return jax.grad(bare)(adversary.variables(model.ax, raw, _lane_dtype(ci)))
 
 
 def draw_routes(model: Model, term: Recon, ctx: Context, key: Key) -> Any:
@@ -138,7 +143,7 @@ def pgd_sources(
     values = mk.draw_stored(model.ax, model.table, ctx.window, key, cfg.shape)
     if cfg.init != "random":
         values = jax.tree.map(jnp.ones_like if cfg.init == "ones" else jnp.zeros_like, values)
-    values = jax.tree.map(lambda x: x.astype(_lane_dtype(ci)), values)
+    values = jax.tree.map(lambda x: x.astype(wide(_lane_dtype(ci))), values)
 
     def bare(v: adversary.Values) -> Array:
         return value(model, term, ctx, components, mk.CiMasks(ci, mk.Stored(v, cfg.shape), routes, model.loss.delta))
@@ -147,4 +152,4 @@ def pgd_sources(
 
 
 def _lane_dtype(lanes: Mapping[str, Array]) -> Any:
-    return wide(next(iter(lanes.values())).dtype)
+    return next(iter(lanes.values())).dtype

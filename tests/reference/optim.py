@@ -173,6 +173,18 @@ def source_ascent(
     return zip_map(lambda pair: pair[0], pairs), zip_map(lambda pair: pair[1], pairs)
 
 
+def round_fixed(x: Array, r: Array) -> Array:
+    """P1: [0, 1] to codes 0 .. 65535; x * 65535 is rounded up where ``r`` in [0, 1) is below its fraction."""
+    return np.clip(np.ceil(x * 65535.0 - r), 0.0, 65535.0)
+
+
+def round_bfloat16(x: Array, r: Array) -> Array:
+    """P1: to 8 significant bits, away from 0 where ``r`` in [0, 1) is at least one minus the fraction."""
+    _, exponent = np.frexp(x)
+    spacing = np.ldexp(1.0, exponent - 8)
+    return np.sign(x) * np.floor(np.abs(x) / spacing + r) * spacing
+
+
 class Guard(NamedTuple):
     """T7: updates skipped in a row and in all."""
 
