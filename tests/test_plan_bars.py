@@ -10,7 +10,7 @@ import pytest
 BARS = """
 import tiny
 from dataclasses import replace
-from decomp.plan import device
+from decomp.plan import backend, device
 from decomp.plan.program import compile_step, make_step
 from decomp.plan.report import Plan, page, row
 from decomp.target.shape import LlamaShape
@@ -25,7 +25,7 @@ def plan(optimizer, n_layers=8, **changes):
         placement={"components": "owner", "ci_fn": "owner"},
         sites={"C_per_rank": 1.0}, ci_fn={"d_model": 256, "n_heads": 4, "d_mlp": 512, "remat": True}, **changes,
     )
-    step, masters = make_step(cfg, shape(n_layers), (4, 2, 1))
+    step, masters = make_step(cfg, shape(n_layers), backend.make_mesh("cpu", (4, 2, 1), {}))
     return Plan(compile_step(step, masters), masters, device.find("h100"))
 """
 
@@ -50,7 +50,7 @@ for optimizer in ("adamw", "muon"):
     assert abs(p.program.arguments / sum(s.per_device for s in p.resting.values()) - 1) < 0.01
     assert p.program.aliased >= 0.999 * state
     assert p.program.optimized.unknown_loops == [] == p.program.partitioned.unknown_loops
-    assert 1.0 <= p.flop_ratio <= 1.40, p.flop_ratio
+    assert 1.0 <= p.flop_ratio <= 1.20, p.flop_ratio
 deep, shallow = p.program, plan("muon", n_layers=4).program
 assert deep.n_instructions <= 1.2 * shallow.n_instructions
 print("BARS REACHED")

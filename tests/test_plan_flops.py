@@ -10,15 +10,18 @@ import pytest
 import tiny
 
 from decomp.config.errors import UserError
-from decomp.plan import device, flops, memory
+from decomp.plan import backend, device, flops, memory
 from decomp.plan.census import Collective
 from decomp.plan.program import arguments, make_step, planned
 from decomp.target.shape import LLAMA_8B
 
 
 def step_of(**changes: Any):
-    step, _ = make_step(tiny.config(**changes), tiny.SHAPE, (1, 1, 1))
-    return step
+    return one_device(tiny.config(**changes))[0]
+
+
+def one_device(cfg: Any):
+    return make_step(cfg, tiny.SHAPE, backend.make_mesh("cpu", (1, 1, 1), {}))
 
 
 PER_LAYER = 2 * (16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 32)
@@ -72,7 +75,7 @@ def test_newton_schulz_is_counted_for_muon_alone():
 
 
 def test_resting_bytes_are_those_of_the_state():
-    step, masters = make_step(tiny.config(), tiny.SHAPE, (1, 1, 1))
+    step, masters = one_device(tiny.config())
     abstract = arguments(step, masters)[0]
     resting = memory.resting(step, abstract)
     whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract.decomposition["components"]))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from decomp.config import fields
 from decomp.config.compose import conf_dir
@@ -15,7 +15,8 @@ from decomp.plan.census import Collective
 
 @dataclass(frozen=True)
 class Device:
-    """FLOP/s by element type, bytes of memory, bytes per second sent inside a node and between nodes."""
+    """FLOP/s by element type, bytes of memory, bytes per second sent inside a node and between nodes; ``gpu`` is what
+    XLA's compiler is told (``backend.description``)."""
 
     name: str
     flops: Mapping[str, float]
@@ -23,6 +24,7 @@ class Device:
     in_node: float
     cross_node: float
     efficiency: float
+    gpu: Mapping[str, Any] = field(default_factory=dict)
 
 
 class StepTime(NamedTuple):

@@ -1,4 +1,4 @@
-"""The step compiled from shapes for a mesh of simulated devices, and what the compiler says about it."""
+"""The step compiled from shapes for a mesh, and what the compiler says about it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from decomp import build, optim, state
 from decomp import placement as pl
 from decomp.config.load import run_config, to_dict
 from decomp.config.schema import RunConfig
-from decomp.mesh import AXES
-from decomp.plan import hlo
+from decomp.plan import hlo, peak
 from decomp.state import State
 from decomp.step import Step
 from decomp.target.shape import LlamaShape
@@ -27,11 +25,12 @@ from decomp.target.shape import LlamaShape
 MeshShape = tuple[int, int, int]
 # The pass that makes one device's program. Later ones turn bf16 to f32 on CPU, and fuse.
 PARTITIONED = "*after_spmd-partitioning*.txt"
+LIVE_RANGES = "*after_optimizations-live-range.txt"
 
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled step. Bytes are per device; ``temporaries`` are a CPU's, which holds bf16 arrays as f32."""
+    """A compiled step. Bytes are per device; a CPU program's ``temporaries`` hold bf16 arrays as f32."""
 
     step: Step
     partitioned: hlo.Module
@@ -42,6 +41,17 @@ class Program:
     temporaries: int
     traced_s: float
     compiled_s: float
+    live_ranges: str = ""
+
+    @property
+    def for_gpu(self) -> bool:
+        """Whether this is the program that a GPU would run."""
+        return self.step.mesh.devices.flat[0].platform != "cpu"
+
+    @cached_property
+    def held(self) -> list[peak.Held]:
+        """Temporaries at the moment of most memory, the largest first."""
+        return peak.at_peak(self.live_ranges, self.optimized)
 
     @cached_property
     def n_instructions(self) -> int:
@@ -57,11 +67,9 @@ def planned(cfg: RunConfig) -> RunConfig:
     return run_config(raw)
 
 
-def make_step(cfg: RunConfig, shape: LlamaShape, mesh_shape: MeshShape) -> tuple[Step, Any]:
+def make_step(cfg: RunConfig, shape: LlamaShape, mesh: Mesh) -> tuple[Step, Any]:
     """(step, master dtype) from shapes. Raises UserError where something does not divide."""
     masters, compute = build.configure_precision(cfg.precision)
-    devices = np.array(jax.devices("cpu")[: int(np.prod(mesh_shape))]).reshape(mesh_shape)
-    mesh = jax.sharding.Mesh(devices, AXES)
     build.check_batch(cfg, mesh, shape)
     return build.build_step(cfg, mesh, shape, build.site_table(cfg, shape), compute), masters
 
@@ -85,12 +93,12 @@ def compile_step(step: Step, masters: Any) -> Program:
     began = time.monotonic()
     lowered = step.compiled.trace(*arguments(step, masters)).lower()
     traced = time.monotonic()
-    compiled, partitioned = _compile(lowered)
+    compiled, partitioned, live_ranges = _compile(lowered)
     done = time.monotonic()
     m = compiled.memory_analysis()
     return Program(
         step, partitioned, hlo.parse(compiled.as_text()), m.argument_size_in_bytes, m.output_size_in_bytes,
-        m.alias_size_in_bytes, m.temp_size_in_bytes, traced - began, done - traced,
+        m.alias_size_in_bytes, m.temp_size_in_bytes, traced - began, done - traced, live_ranges,
     )  # fmt: skip
 
 
@@ -108,10 +116,11 @@ def compile_optimizer(step: Step, masters: Any) -> hlo.Module:
     return _compile(jax.jit(update, out_shardings=placed).lower(params, params, moments, count))[1]
 
 
-def _compile(lowered: Any) -> tuple[Any, hlo.Module]:
-    """(compiled, the program of one device before optimisation)."""
+def _compile(lowered: Any) -> tuple[Any, hlo.Module, str]:
+    """(compiled, the program of one device before optimisation, live ranges of its buffers where XLA tells them)."""
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd.*", "xla_dump_hlo_as_text": True}
         compiled = lowered.compile(compiler_options=dump)
         (partitioned,) = Path(folder).glob(PARTITIONED)
-        return compiled, hlo.parse(partitioned.read_text())
+        live_ranges = "".join(file.read_text() for file in Path(folder).glob(LIVE_RANGES))
+        return compiled, hlo.parse(partitioned.read_text()), live_ranges

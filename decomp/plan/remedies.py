@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 from decomp.config.errors import UserError
 from decomp.config.load import run_config, to_dict
 from decomp.config.schema import RunConfig
-from decomp.plan.memory import unavoidable
-from decomp.plan.program import MeshShape, make_step
+from decomp.plan.memory import resting, unavoidable
+from decomp.plan.planner import MeshShape, Planner
+from decomp.plan.program import arguments
 from decomp.plan.report import GIB, Plan
+from decomp.step import Step
 
-Compile = Callable[[RunConfig, MeshShape], Plan]
 MOST_COMPILED = 4
 
 
 def candidates(cfg: RunConfig, shape: MeshShape) -> Iterator[tuple[str, RunConfig, MeshShape]]:
-    """(what to type, config, mesh), each with the ones before it: recompute, cut the batch, take twice the nodes."""
-    typed: list[str] = []
-    raw = to_dict(cfg)
-    for section in ("loss", "ci_fn"):
-        if not raw[section].get("remat", True):
-            raw[section]["remat"] = True
-            typed.append(f"{section}.remat=true")
-            yield " ".join(typed), run_config(raw), shape
+    """(what to type, config, mesh), each with the ones before it: recompute, halve what sources rest in, cut the batch,
+    take twice the nodes."""
+    raw, typed = to_dict(cfg), []
+    for change in (*_recompute(raw), *_small_sources(raw)):
+        typed.append(change)
+        yield " ".join(typed), run_config(raw), shape
     replicate, fsdp, tp = shape
     k, most = cfg.data.microbatches, cfg.data.batch_size // (replicate * fsdp)
     while k < most and most % (2 * k) == 0:
@@ -35,35 +35,56 @@ def candidates(cfg: RunConfig, shape: MeshShape) -> Iterator[tuple[str, RunConfi
     yield " ".join([*typed, f"mesh.replicate={2 * replicate}"]), run_config(raw), (2 * replicate, fsdp, tp)
 
 
-def search(plan: Plan, compile_plan: Compile) -> Iterator[str]:
+def _recompute(raw: dict[str, Any]) -> Iterator[str]:
+    """Changes ``raw``, and gives what to type for each change."""
+    for section in ("loss", "ci_fn"):
+        if not raw[section].get("remat", True):
+            raw[section]["remat"] = True
+            yield f"{section}.remat=true"
+
+
+def _small_sources(raw: dict[str, Any]) -> Iterator[str]:
+    """16-bit sources of every persistent term at once (SPEC P1)."""
+    typed = []
+    for name, term in raw["loss"]["recon"].items():
+        path, source = f"loss.recon.{name}.source", term["source"] if term else {}
+        if source.get("kind") == "mixed":
+            path, source = f"{path}.persistent", source["persistent"]
+        if source.get("dtype") == "float32":
+            source["dtype"] = "uint16"
+            typed.append(f"{path}.dtype=uint16")
+    if typed:
+        yield " ".join(typed)
+
+
+def search(plan: Plan, planner: Planner) -> Iterator[str]:
     """Lines about every change tried, until one fits. What the lower bound rules out is not compiled."""
-    began, step, tried = time.monotonic(), plan.program.step, 0
+    began, step, compiled = time.monotonic(), plan.program.step, 0
     sizes = step.ax.sizes
-    yield "remedies, each compiled:"
+    yield "remedies, cheapest first, each compiled:"
     for typed, cfg, shape in candidates(step.cfg, (sizes["replicate"], sizes["fsdp"], sizes["tp"])):
-        if tried == MOST_COMPILED:
+        if compiled == MOST_COMPILED:
+            yield f"  {MOST_COMPILED} were compiled and none surely fits; the rest is not tried"
             break
         try:
-            smaller, _ = make_step(cfg, step.model.llama.shape, shape)
+            least = at_least(*planner.step(cfg, shape))
         except UserError as error:
             yield f"  {typed}: {error}"
             continue
-        more = unavoidable(smaller) + _rest(plan, shape)
-        if more > plan.device.memory:
-            yield f"  {typed}: needs at least {more / GIB:.1f} GiB"
+        if least > plan.device.memory:
+            yield f"  {typed}: needs at least {least / GIB:.1f} GiB"
             continue
-        found, tried = compile_plan(cfg, shape), tried + 1
-        needed = f"{found.bound / GIB:.1f} to {found.upper / GIB:.1f} GiB"
-        yield f"  {typed}: {found.verdict}, {needed}, {_cost(plan, found)}"
+        found, compiled = planner.plan(typed, cfg, shape), compiled + 1
+        yield f"  {typed}: {found.verdict}, {found.needed}, {_cost(plan, found)}"
         if found.verdict == "FITS":
             break
     yield f"  remedies took {time.monotonic() - began:.0f} s"
 
 
-def _rest(plan: Plan, shape: MeshShape) -> float:
-    """What at least rests on a device: the state spread over all devices of the new mesh."""
-    n = shape[0] * shape[1] * shape[2]
-    return sum(s.whole for s in plan.resting.values()) / n
+def at_least(step: Step, masters: Any) -> float:
+    """Bytes per device in closed form: what rests, and the temporaries that no schedule avoids."""
+    rest = resting(step, arguments(step, masters)[0])
+    return unavoidable(step) + sum(s.per_device for s in rest.values())
 
 
 def _cost(plan: Plan, found: Plan) -> str:

@@ -15,6 +15,7 @@ from decomp.plan.device import Device, StepTime, predict
 from decomp.plan.program import Program, arguments, compile_optimizer
 
 GIB = 2.0**30
+MOST_HELD = 12
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,25 @@ class Plan:
 
     @property
     def bound(self) -> float:
-        """Bytes per device that the step holds at least."""
+        """Bytes per device that the step holds at least: a GPU program's own, else the closed form."""
+        if self.program.for_gpu:
+            return self.upper
         return self.program.arguments + memory.unavoidable(self.program.step)
 
     @property
     def upper(self) -> float:
-        """Bytes per device of the CPU program, whose temporaries are larger than a GPU's."""
+        """Bytes per device of the program; the CPU's temporaries are larger than a GPU's."""
         return self.program.arguments + self.program.outputs - self.program.aliased + self.program.temporaries
 
     @property
+    def needed(self) -> str:
+        if self.program.for_gpu:
+            return f"{self.upper / GIB:.1f} GiB"
+        return f"{self.bound / GIB:.1f} to {self.upper / GIB:.1f} GiB"
+
+    @property
     def verdict(self) -> str:
+        """UNSURE is for CPU programs alone: a GPU program's two bounds are one."""
         if self.upper <= self.device.memory:
             return "FITS"
         return "DOES NOT FIT" if self.bound > self.device.memory else "UNSURE"
@@ -110,7 +120,7 @@ class Plan:
 
     @cached_property
     def time(self) -> StepTime:
-        # the optimised CPU program has no bf16 left: element types are those after partitioning
+        # an optimised CPU program has no bf16 left: element types are those after partitioning
         typed = census.flops(self.program.partitioned)
         scale = sum(self.executed.values()) / sum(typed.values())
         return predict(self.device, {k: v * scale for k, v in typed.items()}, self.collectives)
@@ -121,6 +131,7 @@ HEADINGS = (
     "mesh", "devices", "rest GiB", "step GiB", "verdict", "margin GiB", "useful PFLOP", "executed", "cross GiB",
     "floor GiB", "in-node GiB", "predicted s", "compile s",
 )  # fmt: skip
+WIDTHS = (10, 7, 8, 16, 12, 10, 12, 8, 9, 9, 11, 14, 9)
 
 
 def row(name: str, p: Plan) -> tuple[str, ...]:
@@ -128,16 +139,16 @@ def row(name: str, p: Plan) -> tuple[str, ...]:
     cross = sum(c.total for c in p.across)
     gib = lambda x: f"{x / GIB:.2f}"  # noqa: E731
     return (
-        name, str(p.program.step.mesh.size), gib(p.program.arguments), f"{gib(p.bound)} to {gib(p.upper)}", p.verdict,
+        name, str(p.program.step.mesh.size), gib(p.program.arguments), p.needed.removesuffix(" GiB"), p.verdict,
         gib(p.margin), f"{sum(p.useful.values()) / 1e15:.2f}", f"x{p.flop_ratio:.3f}", gib(cross), gib(p.floor),
         gib(inside), f"{p.time.overlapped:.2f} to {p.time.in_sequence:.2f}",
         f"{p.program.traced_s + p.program.compiled_s:.0f}",
     )  # fmt: skip
 
 
-def table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows)
+def columns(cells: tuple[str, ...]) -> str:
+    """One line of the table, in widths that do not wait for the other rows."""
+    return "  ".join(c.ljust(w) for c, w in zip(cells, WIDTHS, strict=True)).rstrip()
 
 
 # ---------------------------------------------------------------- one page per mesh
@@ -159,9 +170,16 @@ def _memory(name: str, p: Plan) -> Iterator[str]:
     for part, nbytes in memory.copies(prog.step).items():
         yield f"  {'compute copy of ' + part:28}{nbytes / GIB:10.3f}"
     yield f"  {'temporaries at least':28}{memory.unavoidable(prog.step) / GIB:10.3f}"
-    yield f"  {'temporaries of the CPU program':28}{prog.temporaries / GIB:8.3f}  holds bf16 arrays as f32"
+    if prog.for_gpu:
+        yield f"  {'temporaries of the GPU program':28}{prog.temporaries / GIB:8.3f}  at its peak, the largest of them:"
+        for held in prog.held[:MOST_HELD]:
+            yield f"    {held.nbytes / GIB:8.3f}  {held.count} x {held.array}  {held.origin[-70:]}"
+        if rest := prog.held[MOST_HELD:]:
+            yield f"    {sum(held.nbytes for held in rest) / GIB:8.3f}  in {len(rest)} smaller ones"
+    else:
+        yield f"  {'temporaries of the CPU program':28}{prog.temporaries / GIB:8.3f}  holds bf16 arrays as f32"
     yield f"  {'output aliases the state':28}{prog.aliased / GIB:10.3f}  of {prog.outputs / GIB:.3f}"
-    needed = f"{p.bound / GIB:.1f} to {p.upper / GIB:.1f} GiB, margin {p.margin / GIB:+.1f} GiB"
+    needed = f"{p.needed}, margin {p.margin / GIB:+.1f} GiB"
     yield f"  {p.verdict} in {p.device.memory / GIB:.1f} GiB of {p.device.name}: {needed}"
 
 
