@@ -1,8 +1,8 @@
 """Seconds of a training step under two settings, in alternating processes of one sitting; their ratio is the finding.
 
-    python bench/step.py heap                     # with and without decomp.mesh.keep_heap
-    python bench/step.py loss.remat=true,false    # any config key with two values
-    python bench/step.py loss.remat=true,false -- data.batch_size=16    # overrides that both share
+python bench/step.py heap                     # with and without decomp.mesh.keep_heap
+python bench/step.py loss.remat=true,false    # any config key with two values
+python bench/step.py loss.remat=true,false -- data.batch_size=16    # overrides that both share
 """
 
 from __future__ import annotations

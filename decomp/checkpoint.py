@@ -252,8 +252,8 @@ def restore_decomposition(folder: Path, step: int | None = None) -> tuple[int, T
 
 
 def _hush_closed_loops() -> None:
-    """When orbax fails early it closes its event loop under writes that are still under way; as each of those ends, on a
-    thread of tensorstore, Python would print a traceback that nobody can act on. Everything else is still printed."""
+    """When orbax fails early it closes its event loop under writes that are still under way; as each of those ends, on
+    a thread of tensorstore, Python would print a traceback that nobody can act on. All else is still printed."""
     before = sys.unraisablehook
     if getattr(before, "hushes_closed_loops", False):
         return

@@ -33,8 +33,8 @@ from decomp.target.shape import LlamaShape, matrix_name
 Params = dict[str, Any]
 Captures = dict[str, Array]
 ROW_KINDS = ("o_proj", "down_proj")  # their input is split over tp and their output is whole
-# What a recomputed layer keeps: with the outputs of its matrices only x V is multiplied again. Nothing in the layer reads
-# down_proj's output, so of that matrix x V itself is kept.
+# What a recomputed layer keeps: with the outputs of its matrices only x V is multiplied again. Nothing in the layer
+# reads down_proj's output, so of that matrix x V itself is kept.
 KEPT = jax.checkpoint_policies.save_only_these_names(
     *(f"outputs/{kind}" for kind in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "c_fc")),
     "activations/down_proj",
