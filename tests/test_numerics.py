@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 from reference import optim as ref
 
 from decomp.keys import bits_block, key_of, to_uniform
-from decomp.numerics import GRID, move_fixed, read_fixed, round_bfloat16
+from decomp.numerics import GRID, gelu, move_fixed, read_fixed, round_bfloat16
 
 N = 1 << 18
 BITS = bits_block(key_of(0, "rounding"), 0, (1, 1, N), N)[0, 0]
@@ -24,6 +27,28 @@ def within(mean: float, expected: float, spread: float, n: int = N) -> None:
 def coin(fraction: float) -> float:
     """Standard deviation of rounding up with this probability, or down."""
     return np.sqrt(fraction * (1 - fraction))
+
+
+# ---------------------------------------------------------------- GELU
+def test_gelu_is_the_exact_one_with_its_slope():
+    x, exact = jnp.linspace(-9, 9, 400), partial(jax.nn.gelu, approximate=False)
+    np.testing.assert_allclose(gelu(x), exact(x), rtol=1e-6, atol=1e-7)
+    slope = lambda f: jax.vmap(jax.grad(f))(x)  # noqa: E731
+    np.testing.assert_allclose(slope(gelu), slope(exact), rtol=1e-6, atol=1e-7)
+
+
+def test_gelu_has_a_slope_on_a_mesh(simulated: Callable[..., str]):
+    """jax 0.12 cannot differentiate its own error function where varying axes are checked."""
+    code = """
+    import jax, jax.numpy as jnp, numpy as np
+    from jax.sharding import Mesh, PartitionSpec as P
+    from decomp.numerics import gelu
+    slope = lambda x: jax.grad(lambda x: gelu(x).sum())(x)
+    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+    x = jnp.linspace(-3, 3, 8)
+    np.testing.assert_array_equal(jax.shard_map(slope, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"))(x), slope(x))
+    """
+    simulated(code, devices=2, timeout=120)
 
 
 # ---------------------------------------------------------------- fixed point

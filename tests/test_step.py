@@ -238,10 +238,12 @@ def test_resuming_sources_in_16_bits_equals_not_having_stopped(tmp_path: Path):
     step, target = made("16 bits")
     one, _ = after("16 bits", n=1)
     checkpoints = Checkpoints(tmp_path, 1, None, {})
-    checkpoints.save(1, tuple(placed(step, one)))
+    begun = placed(step, one)
+    checkpoints.save(1, (begun.decomposition, begun.progress))
     assert [type(e) for e in checkpoints.wait()] == [Saved]
     args = step.mesh, step.model.table, step.ci_fn, step.groups, step.cfg, step.leaves, jnp.float64
-    found = checkpoints.restore(tuple(state.abstract(*args)))
+    abstract = state.abstract(*args)
+    found = checkpoints.restore((abstract.decomposition, abstract.progress))
     assert found is not None
     restored = State(*found[1])
     jax.tree.map(np.testing.assert_array_equal, restored, one)

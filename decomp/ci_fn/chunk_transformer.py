@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from decomp.config.schema import ChunkTransformer as Config
 from decomp.keys import Key, key_of, normals, site_keys, uniform_block
-from decomp.numerics import matmul, wide
+from decomp.numerics import gelu, matmul, wide
 from decomp.placement import Axes, Leaf, resting_layout
 from decomp.sites import Site, SiteTable
 from decomp.target.llama import attention, rms_norm
@@ -170,7 +170,7 @@ class ChunkTransformer:
         mixed = attention(q, k, v, rope, self.head_dim, causal=False)
         x = x + self.ax.psum(matmul(mixed, w("o")), ("tp",))
         h = self.ax.varying(rms_norm(x, None, RMS_EPS), ("tp",))
-        h = jax.nn.gelu(matmul(h, w("mlp_in")) + p["mlp_in_bias"], approximate=False)
+        h = gelu(matmul(h, w("mlp_in")) + p["mlp_in_bias"])
         return x + self.ax.psum(matmul(h, w("mlp_out")), ("tp",)) + p["mlp_out_bias"]
 
     def _heads(self, p: Any, dims: Any, x: Array) -> dict[str, Array]:

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from decomp.components import SiteMask, Stacks, masked_site
 from decomp.keys import key_of, normals, site_keys
-from decomp.numerics import matmul, wide
+from decomp.numerics import gelu, matmul, wide
 from decomp.placement import Axes, Leaf
 from decomp.sites import Run, SiteTable, group_rows, lane_rows
 from decomp.target.shape import LlamaShape, matrix_name
@@ -249,7 +249,7 @@ def attention(
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu": gelu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
 
