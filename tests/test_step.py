@@ -233,6 +233,7 @@ def test_every_ascent_has_draws_of_its_own():
     assert {x.ndim for x in jax.tree.leaves(shared.raw)} == {1, 2}  # [g, C] and [g]: one draw for all examples (A5)
 
 
+@pytest.mark.slow
 def test_resuming_sources_in_16_bits_equals_not_having_stopped(tmp_path: Path):
     """K3: saved as they rest, restored bit for bit, and the second step rounds as if nothing had been between."""
     step, target = made("16 bits")
