@@ -64,11 +64,7 @@ class Trainer:
 
     def step(self, s: State, tokens: np.ndarray) -> tuple[State, dict[str, jax.Array]]:
         """One training step on the global batch [B, T]; ``s`` is donated."""
-        return self.training.compiled(s, self.target, self.put_batch(tokens))
-
-    def put_batch(self, tokens: np.ndarray) -> jax.Array:
-        sharding = NamedSharding(self.mesh, self.training.batch_spec)
-        return jax.make_array_from_process_local_data(sharding, tokens, tokens.shape)
+        return self.training.compiled(s, self.target, self.training.put_batch(tokens))
 
     def warmup(self, s: State, n: int) -> tuple[State, dict[str, jax.Array]]:
         """``n`` more updates of the faithfulness warm-up (SPEC T6)."""

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from decomp import masks as mk
@@ -94,10 +93,7 @@ class Evaluator:
         arrays: dict[str, np.ndarray] = {}
         n = self.cfg.eval.batches
         for i in range(n):
-            tokens = self.data.eval_batch(i)
-            placed = jax.make_array_from_process_local_data(
-                NamedSharding(self.training.mesh, self.training.batch_spec), tokens, tokens.shape
-            )
+            placed = self.training.put_batch(self.data.eval_batch(i))
             found, stats = self.compiled(state.decomposition, self.target, placed, jnp.int32(i))
             for name, value in found.items():
                 metrics[name] = metrics.get(name, 0.0) + float(value) / n
@@ -148,11 +144,7 @@ class Evaluator:
 
     def measure(self, ctx: objective.Context, components: Any, masks: Any, tokens: Array) -> tuple[Array, Array]:
         """(KL, CE) in nats under ``masks``."""
-        t = self.training
-        hidden, _ = t.model.llama.masked(
-            ctx.target, t.model.target_dims, components, t.model.copy_dims["components"], masks, ctx.clean.start
-        )
-        kl = reconstruction.mean_kl(t.ax, ctx.clean.hidden, hidden, ctx.head, t.loss.kl_chunk, t.model.n_positions)
+        kl, hidden, _ = objective.masked(self.training.model, ctx, components, masks)
         return kl, self.cross_entropy(ctx, hidden, tokens)
 
     def under_masks(self, ctx: objective.Context, components: Any, ci: Any, tokens: Array) -> Metrics:
@@ -189,15 +181,8 @@ class Evaluator:
 
     def l0(self, name: str, metric: EvalL0, ci: dict[str, Array]) -> Metrics:
         """L0 per site, its mean, and the mean and largest share of a matrix's rank it takes."""
-        t, n = self.training, self.training.model.n_positions
-        counts = {
-            k: t.ax.psum(jnp.sum(x > metric.threshold, axis=(1, 2, 3), dtype=jnp.int32), (*DATA_AXES, "tp")).astype(
-                t.wide
-            )
-            / n
-            for k, x in ci.items()
-        }
-        by_site = mk.by_site(t.model.table, counts)
+        t = self.training
+        by_site = mk.by_site(t.model.table, t.l0(ci, metric.threshold))
         shares = jnp.stack([by_site[s.name] / s.matrix.rank for s in t.model.table.sites])
         return {f"eval/{name}/{site}": v for site, v in by_site.items()} | {
             f"eval/{name}_mean": sum(by_site.values()) / len(by_site),

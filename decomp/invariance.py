@@ -20,7 +20,7 @@ from decomp import placement as pl
 from decomp.config.load import run_config, to_dict
 from decomp.config.schema import RunConfig
 from decomp.keys import name_hash
-from decomp.mesh import AXES
+from decomp.mesh import mesh_of
 from decomp.state import State
 from decomp.step import Step
 from decomp.target.shape import LlamaShape
@@ -127,8 +127,7 @@ def make_step(cfg: RunConfig, mesh_shape: MeshShape) -> Step:
     """The step from shapes. Raises UserError where the tiny sizes do not divide over the mesh."""
     jax.config.update("jax_enable_x64", False)  # an earlier case may have been fp64
     _, compute = build.configure_precision(cfg.precision)
-    devices = np.array(jax.devices("cpu")[: math.prod(mesh_shape)]).reshape(mesh_shape)
-    mesh = jax.sharding.Mesh(devices, AXES)
+    mesh = mesh_of(jax.devices("cpu"), mesh_shape)
     build.check_batch(cfg, mesh, SHAPE)
     return build.build_step(cfg, mesh, SHAPE, build.site_table(cfg, SHAPE), compute)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +31,41 @@ def prepare_environment(cfg: MeshConfig) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
+def prepare_simulated(n_devices: int, flags: Mapping[str, str]) -> None:
+    """``n_devices`` simulated CPU devices for programs that need not run fast, compiled under XLA ``flags``; those that
+    are set by hand win. The persistent cache is off: it crashes programs of several CPU devices (DESIGN 6)."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    given = os.environ.get("XLA_FLAGS", "")
+    added = [f"--{flag}={value}" for flag, value in flags.items() if flag not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
+    prepare_environment(MeshConfig(fsdp=n_devices, simulate=True))
+
+
 def build_mesh(cfg: MeshConfig) -> Any:
     """A ``jax.sharding.Mesh`` of the configured shape over the first devices.
 
     Raises UserError when there are fewer devices than the shape needs, or idle ones would be left on an accelerator.
     """
     import jax
-    import numpy as np
 
     devices = jax.devices()
     shape = (1, len(devices), 1) if cfg.auto else (cfg.replicate, cfg.fsdp, cfg.tp)
-    needed = int(np.prod(shape))
+    needed = math.prod(shape)
     if needed > len(devices):
         raise UserError(
             f"mesh={shape[0]}x{shape[1]}x{shape[2]} needs {needed} devices and {len(devices)} were found: "
             "`decomp plan` needs none, launcher=slurm asks for them, mesh.simulate=true simulates them on CPU"
         )
-    return jax.sharding.Mesh(np.array(devices[:needed]).reshape(shape), AXES)
+    return mesh_of(devices, shape)
+
+
+def mesh_of(devices: Sequence[Any], shape: tuple[int, int, int]) -> Any:
+    """A ``jax.sharding.Mesh`` of ``shape`` over the first of ``devices``."""
+    import jax
+    import numpy as np
+
+    return jax.sharding.Mesh(np.array(devices[: math.prod(shape)]).reshape(shape), AXES)
 
 
 def keep_heap() -> None:

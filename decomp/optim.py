@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from decomp import schedule
+from decomp import aligned, schedule
 from decomp.config.errors import UserError
 from decomp.config.schema import AdamW, Muon
 from decomp.placement import Axes, Dims, Leaf, spec
@@ -71,8 +71,7 @@ class GroupTable:
             for g in self.cfg
             for n in self.names(g)
         ]
-        widths = [max(len(r[i]) for r in rows) for i in range(5)]
-        return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows)
+        return "\n".join(aligned.lines(rows))
 
 
 def group_table(

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from decomp import aligned
 from decomp.config.errors import UserError
 from decomp.mesh import DATA_AXES
 
@@ -47,6 +48,10 @@ class Leaf:
         """Mesh axes per dimension, size-1 axes stripped."""
         table = TABLE[self.layout]
         return tuple(tuple(m for m in table.get(axis, ()) if sizes[m] > 1) if axis else () for axis in self.axes)
+
+    def ways(self, sizes: Mapping[str, int]) -> int:
+        """Devices that the array is split over."""
+        return math.prod(sizes[m] for names in self.dims(sizes) for m in names)
 
 
 def spec(dims: Dims) -> PartitionSpec:
@@ -193,20 +198,20 @@ def report(tree: Any, sizes: Mapping[str, int]) -> str:
             continue
         seen.add(id(leaf))
         dims = leaf.dims(sizes)
-        ways = math.prod(sizes[n] for names in dims for n in names)
         axes = " ".join("+".join(d) if d else "-" for d in dims) or "-"
-        rows.append((path_name(path), "x".join(map(str, leaf.shape)) or "scalar", leaf.layout, axes, f"1/{ways}"))
-    widths = [max(len(r[i]) for r in rows) for i in range(5)]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
-    return "\n".join([*lines, "moments of optimizers and sources rest as their parameters and sources do"])
+        rows.append(
+            (path_name(path), "x".join(map(str, leaf.shape)) or "scalar", leaf.layout, axes, f"1/{leaf.ways(sizes)}")
+        )
+    return "\n".join(
+        [*aligned.lines(rows), "moments of optimizers and sources rest as their parameters and sources do"]
+    )
 
 
 def audit(tree: Any, arrays: Any, sizes: Mapping[str, int]) -> None:
     """Raises RuntimeError for the first array whose bytes per device are not what its Leaf declares."""
     declared = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
     for (path, leaf), array in zip(declared, jax.tree.leaves(arrays), strict=True):
-        ways = math.prod(sizes[n] for names in leaf.dims(sizes) for n in names)
-        expected = array.nbytes // ways
+        expected = array.nbytes // leaf.ways(sizes)
         found = {s.data.nbytes for s in array.addressable_shards}
         if found != {expected} or array.shape != leaf.shape:
             raise RuntimeError(

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Int
 
 from decomp import components as comp
@@ -279,10 +280,15 @@ class Step:
         rates = {}
         if self.loss.minimality is not None:
             rates = minimality.rates(self.ax, self.loss.minimality.penalty, upper, self.penalty_shape(step), n)
-        alive = {k: jnp.sum(x > 0, axis=(1, 2, 3), dtype=jnp.int32) for k, x in lower.items()}
-        l0 = {k: self.ax.psum(x, (*DATA_AXES, "tp")).astype(self.wide) / n for k, x in alive.items()}
+        l0 = self.l0(lower, 0.0)
         captured = {k: x for k, x in clean.captures.items() if k.partition("/")[0] in wanted}
         return Sums(rates, l0, reconstruction.capture_norms(self.ax, captured))
+
+    def l0(self, ci: dict[str, Array], threshold: float) -> dict[str, Array]:
+        """Mean number of components with CI above ``threshold`` per position of the global batch, by lane."""
+        alive = {k: jnp.sum(x > threshold, axis=(1, 2, 3), dtype=jnp.int32) for k, x in ci.items()}
+        n = self.model.n_positions
+        return {k: self.ax.psum(x, (*DATA_AXES, "tp")).astype(self.wide) / n for k, x in alive.items()}
 
     def context(self, clean: Clean, sums: Sums, given: Given, j: Any) -> objective.Context:
         size = self.window_size(given.tokens)
@@ -424,6 +430,10 @@ class Step:
         l0 = {n: pl.spec(()) for n in self.model.table.lanes}
         out = (state.decomposition, state.progress["sources"], state.progress["frequency"], values, l0)
         return jax.shard_map(self.local, mesh=self.mesh, in_specs=(state, target, self.batch_spec), out_specs=out)
+
+    def put_batch(self, tokens: np.ndarray) -> Array:
+        """This process's tokens as its part of the global batch."""
+        return jax.make_array_from_process_local_data(NamedSharding(self.mesh, self.batch_spec), tokens, tokens.shape)
 
     @property
     def batch_spec(self) -> Any:

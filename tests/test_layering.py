@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROWS = (
     {"config"},
     {"schedule"},
-    {"mesh"},
+    {"mesh", "aligned"},
     {"placement"},
     {"sites"},
     {"numerics", "keys"},

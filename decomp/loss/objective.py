@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,15 +56,22 @@ def hidden_captures(loss: Loss) -> frozenset[str]:
 def value(model: Model, term: Recon, ctx: Context, components: Stacks, masks: mk.CiMasks) -> Float[Array, ""]:
     """KL at the output, plus the hidden-activation part where the term asks for it (SPEC L5, L7)."""
     captures = frozenset(term.hidden.captures) if term.hidden else frozenset()
+    out, _, found = masked(model, ctx, components, masks, captures)
+    if term.hidden:
+        clean = {n: ctx.clean.captures[n] for n in found}
+        out = out + term.hidden.coeff * reconstruction.hidden_distance(model.ax, clean, found, ctx.norms)
+    return out
+
+
+def masked(
+    model: Model, ctx: Context, components: Stacks, masks: Any, captures: Set[str] = frozenset()
+) -> tuple[Float[Array, ""], Float[Array, "B T d"], ByLane]:
+    """(KL at the output in nats, normed hidden state, captures) of one masked forward (SPEC L5)."""
     hidden, found = model.llama.masked(
         ctx.target, model.target_dims, components, model.copy_dims["components"], masks, ctx.clean.start, captures
     )
-    ax, chunk = model.ax, model.loss.kl_chunk
-    out = reconstruction.mean_kl(ax, ctx.clean.hidden, hidden, ctx.head, chunk, model.n_positions)
-    if term.hidden:
-        clean = {n: ctx.clean.captures[n] for n in found}
-        out = out + term.hidden.coeff * reconstruction.hidden_distance(ax, clean, found, ctx.norms)
-    return out
+    kl = reconstruction.mean_kl(model.ax, ctx.clean.hidden, hidden, ctx.head, model.loss.kl_chunk, model.n_positions)
+    return kl, hidden, found
 
 
 def gradients(

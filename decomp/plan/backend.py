@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any, Literal, get_args
 
 from decomp import mesh
-from decomp.config import fields, schema
+from decomp.config import fields
 from decomp.config.errors import UserError
 
 Name = Literal["cpu", "gpu"]
@@ -62,25 +62,19 @@ def _version(package: str) -> str | None:
 # ---------------------------------------------------------------- before jax is imported
 def prepare_environment(name: Name, n_devices: int) -> None:
     """Flags, and ``n_devices`` simulated devices for the CPU's compiler. Without effect once jax is imported."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     flags = CPU_FLAGS | (CPU_FLAGS_0_10 if metadata.version("jaxlib").startswith("0.10.") else {})
     if name == "gpu":
         # a GPU that is there is left alone, and one that is not there is no reason to stop
         os.environ |= {"CUDA_VISIBLE_DEVICES": "-1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         flags, n_devices = GPU_FLAGS, 1
-    given = os.environ.get("XLA_FLAGS", "")
-    added = [f"--{flag}={value}" for flag, value in flags.items() if flag not in given]
-    os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
-    mesh.prepare_environment(schema.Mesh(fsdp=n_devices, simulate=True))
+    mesh.prepare_simulated(n_devices, flags)
 
 
 # ---------------------------------------------------------------- devices to compile for
 def make_mesh(name: Name, shape: tuple[int, int, int], gpu: Mapping[str, Any]) -> Any:
     """A ``jax.sharding.Mesh`` of simulated devices, or of GPUs as ``gpu`` of conf/devices.yaml describes them."""
     import jax
-    import numpy as np
 
     replicate, fsdp, tp = shape
     n = replicate * fsdp * tp
@@ -93,7 +87,7 @@ def make_mesh(name: Name, shape: tuple[int, int, int], gpu: Mapping[str, Any]) -
         found = jax.devices("cpu")
     if len(found) < n:
         raise ValueError(f"{n} devices are wanted and {len(found)} simulated: prepare_environment comes before jax")
-    return jax.sharding.Mesh(np.array(found[:n]).reshape(shape), mesh.AXES)
+    return mesh.mesh_of(found, shape)
 
 
 def description(gpu: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ def share(leaves: Any, dtypes: Any, sizes: Mapping[str, int]) -> Share:
     for leaf, dtype in zip(jax.tree.leaves(leaves, is_leaf=pl.is_leaf), kinds, strict=True):
         nbytes = math.prod(leaf.shape) * jnp.dtype(dtype).itemsize
         whole += nbytes
-        per_device += nbytes / math.prod(sizes[n] for names in leaf.dims(sizes) for n in names)
+        per_device += nbytes / leaf.ways(sizes)
     return Share(per_device, whole)
 
 

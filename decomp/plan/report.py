@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from decomp import aligned
 from decomp.plan import census, flops, memory
 from decomp.plan.census import Collective
 from decomp.plan.device import Device, StepTime, predict
@@ -148,7 +149,7 @@ def row(name: str, p: Plan) -> tuple[str, ...]:
 
 def columns(cells: tuple[str, ...]) -> str:
     """One line of the table, in widths that do not wait for the other rows."""
-    return "  ".join(c.ljust(w) for c, w in zip(cells, WIDTHS, strict=True)).rstrip()
+    return aligned.line(cells, WIDTHS)
 
 
 # ---------------------------------------------------------------- one page per mesh

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
-from decomp import mesh
-from decomp.config import fields, schema
+from decomp import aligned, mesh
+from decomp.config import fields
 from decomp.config.compose import Command, group_options
 from decomp.config.errors import UserError
 from decomp.config.schema import RunConfig
@@ -150,12 +149,7 @@ def config_of(command: Command, choice: Choice) -> RunConfig:
 # ---------------------------------------------------------------- running them
 def _prepare_environment(devices: int) -> None:
     """Simulated devices, and compiling for seconds instead of minutes: code quality does not matter here."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    # The persistent cache crashes programs of several CPU devices.
-    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-    if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
-    mesh.prepare_environment(schema.Mesh(fsdp=devices, simulate=True))
+    mesh.prepare_simulated(devices, {"xla_backend_optimization_level": "0"})
 
 
 def _check(tiny: dict[Choice, RunConfig], shapes: dict[Choice, Any]) -> None:
@@ -221,4 +215,4 @@ def _cells(
 
 
 def _row(cells: tuple[str, ...]) -> str:
-    return "  ".join(c.ljust(w) for c, w in zip(cells, WIDTHS, strict=True)).rstrip()
+    return aligned.line(cells, WIDTHS)
