@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from decomp import masks as mk
 from decomp import placement as pl
+from decomp.ci_fn.base import squash
 from decomp.components import SiteMask
 from decomp.config.schema import EvalL0, EvalMask, EvalPgd, FreshPgdSource, Recon, RunConfig
 from decomp.data.base import Data
@@ -128,7 +129,7 @@ class Evaluator:
         given = Given(target, t.model.llama.head(target, t.model.target_dims), tokens, index)
         copies = t.gather_in(decomposition)
         clean = t.model.llama.clean(target, t.model.target_dims, tokens, t.ci_fn.captures)
-        (lower, _), _ = t.importances(copies, clean)
+        lower, _ = squash(t.importances(copies, clean)[0])
         window = mk.Window(t.ax.index(DATA_AXES) * tokens.shape[0], *tokens.shape)
         ctx = objective.Context(target, given.head, clean, {}, window, index)
         out = {"eval/ce_target": self.cross_entropy(ctx, clean.hidden, tokens)}

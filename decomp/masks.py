@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, UInt16, UInt32
 from decomp.components import SiteMask
 from decomp.config.schema import RouteAll, RouteProbability, RouteUniformK
 from decomp.keys import Key, bits_block, site_keys, to_normal, to_uniform, uniform_block
-from decomp.numerics import read_fixed
+from decomp.numerics import read_fixed, read_unit
 from decomp.placement import Axes, Leaf
 from decomp.sites import Run, Site, SiteTable, group_rows, lane_rows
 
@@ -30,6 +30,27 @@ class Window(NamedTuple):
     example0: Array | int
     batch: int
     length: int
+
+
+# ---------------------------------------------------------------- what rests in another form than it is read in
+class Fixed(NamedTuple):
+    """Sources in 16 bits, ``u`` / 65535, and what gradients by them are taken by: ``numerics.read_fixed``."""
+
+    u: UInt16[Array, "*n"]
+    by: Float[Array, "*n"]
+
+
+class Lower(NamedTuple):
+    """Lower importances (SPEC C1) as their pre-activations ``a``, and what gradients by the importances are taken by:
+    ``numerics.read_unit``. Importances of all layers never exist beside their pre-activations."""
+
+    a: Float[Array, "*n"]
+    by: Float[Array, "*n"]
+
+
+def lower_by(a: Mapping[str, Array], by: Mapping[str, Array]) -> dict[str, Lower]:
+    """Lower importances by lane, as functions of ``by``, which may be zeros."""
+    return {n: Lower(a[n], by[n]) for n in a}
 
 
 # ---------------------------------------------------------------- sources (SPEC M2, M3)
@@ -81,13 +102,6 @@ def pair_keys(key: Key, sites: Sequence[Site]) -> UInt32[Array, "n 2 2"]:
     """Per site a key of its components' stream and one of its delta's."""
     names = [n for s in sites for n in (s.name, f"{s.name}/delta")]
     return site_keys(key, names).reshape(-1, 2, 2)
-
-
-class Fixed(NamedTuple):
-    """Sources in 16 bits, ``u`` / 65535, and what gradients by them are taken by: ``numerics.read_fixed``."""
-
-    u: UInt16[Array, "*n"]
-    by: Float[Array, "*n"]
 
 
 @dataclass(frozen=True)
@@ -198,17 +212,19 @@ def draw_routes(
 class CiMasks:
     """m = ci + (1 - ci) * source; the delta mask is the raw delta source (SPEC M1)."""
 
-    ci: Mapping[str, Float[Array, "n B T C"]]
+    ci: Mapping[str, Float[Array, "n B T C"] | Lower]
     source: Source
     routes: Mapping[str, Array] | None = None
     delta: bool = True
 
     def rows(self, run: Run) -> Any:
-        part = lambda lanes: {k: lane_rows(run, s.row, lanes[s.lane]) for k, s in run.first.items()}  # noqa: E731
+        rows = lambda x, site: jax.tree.map(lambda y: lane_rows(run, site.row, y), x)  # noqa: E731
+        part = lambda lanes: {k: rows(lanes[s.lane], s) for k, s in run.first.items()}  # noqa: E731
         return part(self.ci), self.source.rows(run), None if self.routes is None else part(self.routes)
 
     def at(self, run: Run, kind: str, row: Any) -> SiteMask:
         ci = row[0][kind]
+        ci = read_unit(*ci) if isinstance(ci, Lower) else ci
         source, delta = self.source.at(run, kind, row[1])
         source = jnp.asarray(source, ci.dtype)
         route = None if row[2] is None else row[2][kind]

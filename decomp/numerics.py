@@ -22,6 +22,12 @@ def matmul(x: Float[Array, "*batch a"], w: Float[Array, "a b"]) -> Float[Array, 
     return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[-1])
 
 
+def in_turn(x: Any, before: Any) -> Any:
+    """``x``, not to be read until ``before`` is there: two halves of a program that XLA would otherwise run side by
+    side, with what each keeps for its backward."""
+    return jax.lax.optimization_barrier((x, before))[0]
+
+
 def gelu(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """x Phi(x), with the exact error function."""
     return 0.5 * x * _erfc(-x * np.sqrt(0.5).astype(x.dtype))
@@ -39,19 +45,31 @@ def _erfc_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return _erfc(x), (-2 / np.sqrt(np.pi)).astype(x.dtype) * (t * jnp.exp(-jnp.square(x)))
 
 
-# ---------------------------------------------------------------- 16 bits, rounded at random (SPEC P1)
+# ---------------------------------------------------------------- values made where they are read
+# What rests is not what is differentiated: ``by`` stands for the value, in the dtype its gradient is to have. Only its
+# gradient is used; its own values are not read, so that zeros will do, which then take no memory.
+def unit(a: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """clip(a, 0, 1). Bounds are scalars in the program too: XLA would hold arrays of zeros and ones beside ``a``."""
+    return jax.lax.clamp(jnp.zeros((), a.dtype), a, jnp.ones((), a.dtype))
+
+
+@jax.custom_jvp
+def read_unit(a: Float[Array, "*n"], by: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """clip(a, 0, 1), whose gradient comes out by ``by`` as it is."""
+    return unit(a)
+
+
 @jax.custom_jvp
 def read_fixed(u: UInt16[Array, "*n"], by: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """u / 65535 in the dtype of ``by``; its gradient comes out by ``by``, whose values are not read.
-
-    An integer has no gradient: ``by`` stands for it, in the dtype the gradient is to have.
-    """
+    """u / 65535 in the dtype of ``by``, which its gradient comes out by: an integer has none."""
     return (u.astype(wide(by.dtype)) / GRID).astype(by.dtype)
 
 
-@read_fixed.defjvp
-def _read_fixed_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return read_fixed(*primals), tangents[1]
+read_unit.defjvp(lambda primals, tangents: (read_unit(*primals), tangents[1]))
+read_fixed.defjvp(lambda primals, tangents: (read_fixed(*primals), tangents[1]))
+
+
+# ---------------------------------------------------------------- 16 bits, rounded at random (SPEC P1)
 
 
 def move_fixed(u: UInt16[Array, "*n"], by: Float[Array, "*n"], r: Float[Array, "*n"]) -> UInt16[Array, "*n"]:
@@ -68,8 +86,11 @@ def move_fixed(u: UInt16[Array, "*n"], by: Float[Array, "*n"], r: Float[Array, "
 
 
 def round_bfloat16(x: Float[Array, "*n"], bits: UInt32[Array, "*n"]) -> BFloat16[Array, "*n"]:
-    """x in bfloat16, away from 0 with the probability of the 16 bits it loses; ``bits``: 16 random ones, low."""
+    """x in bfloat16, away from 0 with the probability of the 16 bits it loses; ``bits``: 16 random ones, low.
+
+    The upper half of the sum is taken as bits: of a conversion to bfloat16 and back XLA would keep the float32.
+    """
     whole = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    cut = (whole + (bits & jnp.uint32(0xFFFF))) & jnp.uint32(0xFFFF0000)
-    rounded = jax.lax.bitcast_convert_type(cut, jnp.float32)
-    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.float32)).astype(jnp.bfloat16)
+    rounded = (whole + (bits & jnp.uint32(0xFFFF))) >> 16
+    nan = jnp.uint32(0x7FC0)  # adding to a NaN could carry into its sign, and to 0
+    return jax.lax.bitcast_convert_type(jnp.where(jnp.isnan(x), nan, rounded).astype(jnp.uint16), jnp.bfloat16)

@@ -28,7 +28,7 @@ from decomp.keys import fold, key_of
 from decomp.loss import adversary, minimality, objective, reconstruction
 from decomp.loss.faithfulness import faithfulness
 from decomp.mesh import AXES, DATA_AXES
-from decomp.numerics import wide
+from decomp.numerics import in_turn, wide
 from decomp.placement import Axes
 from decomp.state import SCALAR, State
 from decomp.target.llama import Clean
@@ -47,10 +47,10 @@ class Given(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Clean activations and lower importances of a window; stacked over windows where there are several."""
+    """Clean activations and pre-activations of CI of a window; stacked over windows where there are several."""
 
     clean: Clean
-    lower: dict[str, Array]
+    a: dict[str, Array]
 
 
 class Sums(NamedTuple):
@@ -80,10 +80,10 @@ class Step:
         masters, progress = state.decomposition, state.progress
         given = Given(target, self.model.llama.head(target, self.model.target_dims), tokens, progress["step"])
         copies, reduce_out = jax.vjp(self.gather_in, masters)
-        seen, sums, kept = self.look(copies, given)
+        seen, sums, pull = self.look(copies, given)
         slopes, average, sparsity = self.sparsity(sums.rates, progress["frequency"], given.step)
         sources = {n: self.warm_up(n, s, copies, seen, sums, given) for n, s in progress["sources"].items()}
-        recon, copy_grads, source_grads = self.backward(copies, seen, sums, kept, sources, slopes, given)
+        recon, copy_grads, source_grads = self.backward(copies, seen, sums, pull, sources, slopes, given)
         sources = {n: self.ascend(n, s, source_grads[n], given) for n, s in sources.items()}
         recon = {n: self.judged(n, v, sources) for n, v in recon.items()}
         (grads,) = reduce_out(copy_grads)
@@ -115,22 +115,17 @@ class Step:
         return comp.compute_copies(self.ax, masters, self.dims.decomposition, self.compute_dtype)
 
     def look(self, copies: Tree, given: Given) -> tuple[Seen, Sums, Any]:
-        """Clean forward and CI of every window (SPEC C3). One window keeps (upper, pullback): CI runs once."""
+        """Clean forward and CI of every window (SPEC C3). One window keeps CI's pullback: CI runs once."""
 
-        def window(j: Any) -> tuple[Sums, Any]:
+        def window(j: Any) -> tuple[Sums, Seen, Callable[..., Any]]:
             clean = self.clean(given, j)
-            (lower, upper), pull = self.importances(copies, clean)
-            return self.sums(clean, lower, upper, given.step), (Seen(clean, lower), upper, pull)
+            a, pull = self.importances(copies, clean)
+            return self.sums(clean, a, given.step), Seen(clean, a), pull
 
         if self.microbatches == 1:
-            sums, (seen, *kept) = window(0)
-            return seen, sums, kept
-
-        def kept_alone(j: Any) -> tuple[Sums, Seen]:
-            sums, (seen, _, _) = window(j)
-            return sums, seen
-
-        sums, seen = self.over_windows(kept_alone)
+            sums, seen, pull = window(0)
+            return seen, sums, pull
+        sums, seen = self.over_windows(lambda j: window(j)[:2])
         return seen, sums, None
 
     def sparsity(self, rates: Tree, average: Tree, step: Array) -> tuple[Tree, Tree, Values]:
@@ -158,7 +153,7 @@ class Step:
             ctx = self.context(here.clean, sums, given, j)
             own = self.own(cfg, raw, j)
             return self.by_shape(
-                cfg, objective.ascent_gradient(self.model, term, ctx, copies["components"], here.lower, own)
+                cfg, objective.ascent_gradient(self.model, term, ctx, copies["components"], here.a, own)
             )
 
         for i in range(cfg.num_warmup_steps):  # unrolled: as a loop's carry the sources would be copied in and out
@@ -168,16 +163,17 @@ class Step:
         return source
 
     def backward(
-        self, copies: Tree, seen: Seen, sums: Sums, kept: Any, sources: Tree, slopes: Tree, given: Given
+        self, copies: Tree, seen: Seen, sums: Sums, pull: Any, sources: Tree, slopes: Tree, given: Given
     ) -> tuple[Values, Tree, Tree]:
         """Every recon term and the sparsity slopes, pulled back to the compute copies; bare source gradients."""
 
         def window(j: Any) -> tuple[Tree, Tree]:
             here = self.at(seen, j)
-            upper, pull = kept or self.importances_again(copies, here.clean)
+            back = pull or self.importances(copies, here.clean)[1]
             values, by_components, by_lower, by_source = self.recon(copies, here, sums, sources, j, given)
+            (_, upper), unsquash = jax.vjp(squash, here.a)
             by_upper = self.sparsity_cotangent(upper, slopes, given.step)
-            ci_grads, more = pull((by_lower, by_upper))
+            ci_grads, more = back(*unsquash((by_lower, by_upper)))
             grads = {"components": jax.tree.map(jnp.add, by_components, more), "ci_fn": ci_grads}
             split = {n: self.by_shape(self.persistent[n], g) for n, g in by_source.items()}
             return (values, grads, {n: s for n, (s, _) in split.items()}), {n: o for n, (_, o) in split.items()}
@@ -188,22 +184,20 @@ class Step:
     def recon(
         self, copies: Tree, here: Seen, sums: Sums, sources: Tree, j: Any, given: Given
     ) -> tuple[Values, Tree, Tree, dict[str, Tree]]:
-        """Term by term: values, and coefficient-weighted gradients by components and lower CI. A source's gradient is
-        the bare term's: the coefficient never reaches it (SPEC A3)."""
-        ctx = self.context(here.clean, sums, given, j)
-        values, by_source = {}, {}
-        by_components, by_lower = jax.tree.map(jnp.zeros_like, (copies["components"], here.lower))
+        """Term after term: values, and coefficient-weighted gradients by components and lower CI. A source's gradient
+        is the bare term's: the coefficient never reaches it (SPEC A3)."""
+        ctx, values, by_source = self.context(here.clean, sums, given, j), {}, {}
+        inputs, total, before = (copies["components"], here.a), None, sources
         for name, term in self.terms.items():
+            inputs = in_turn(inputs, before)
             raw = self.own(self.persistent[name], sources[name]["raw"], j) if name in sources else {}
-            values[name], (gc, gl, gs) = objective.gradients(
-                self.model, name, term, ctx, copies["components"], here.lower, raw
-            )
+            values[name], (*grads, gs) = objective.gradients(self.model, name, term, ctx, *inputs, raw)
             c = self.at_step(term.coeff, given.step)
-            by_components, by_lower = jax.tree.map(
-                lambda total, g, c=c: total + c.astype(g.dtype) * g, (by_components, by_lower), (gc, gl)
-            )
+            weighted = jax.tree.map(lambda g, c=c: c.astype(g.dtype) * g, tuple(grads))
+            total = before = weighted if total is None else jax.tree.map(jnp.add, total, weighted)
             if name in sources:
                 by_source[name] = gs
+        by_components, by_lower = total or jax.tree.map(self.ax.zeros_like, inputs)
         return values, by_components, by_lower, by_source
 
     def sparsity_cotangent(self, upper: dict[str, Array], slopes: Tree, step: Array) -> dict[str, Array]:
@@ -245,16 +239,15 @@ class Step:
     def add_faithfulness(self, masters: Tree, target: Tree, grads: Tree, step: Array) -> tuple[Values, Tree]:
         if self.loss.faithfulness is None:
             return {}, grads
-        value, by_masters = jax.value_and_grad(self.faithfulness)(masters, target)
-        c = self.at_step(self.loss.faithfulness.coeff, step)
-        added = jax.tree.map(lambda g, f: g + c * f, grads["components"], by_masters)
+        coeff = self.at_step(self.loss.faithfulness.coeff, step)
+        value, added = self.faithfulness(masters, target, grads["components"], coeff)
         return {"faithfulness": value}, {**grads, "components": added}
 
-    def faithfulness(self, masters: Tree, target: Tree) -> Array:
+    def faithfulness(self, masters: Tree, target: Tree, grads: Tree, coeff: Array) -> tuple[Array, Tree]:
         cfg = self.loss.faithfulness
         assert cfg is not None
         dims = self.dims.decomposition["components"]
-        return faithfulness(self.ax, self.model.table, masters, dims, target["sites"], cfg.normalize)
+        return faithfulness(self.ax, self.model.table, masters, dims, target["sites"], cfg.normalize, grads, coeff)
 
     # ------------------------------------------------------------ clean forward and importances
     def clean(self, given: Given, j: Any) -> Clean:
@@ -263,30 +256,30 @@ class Step:
         captures = self.ci_fn.captures | objective.hidden_captures(self.loss)
         return self.model.llama.clean(given.target, self.model.target_dims, own, captures)
 
-    def importances(self, copies: Tree, clean: Clean) -> tuple[tuple[Tree, Tree], Callable[..., Any]]:
-        """((lower, upper) by lane, pullback to (CI parameters, components)) (SPEC C1-C3)."""
+    def importances(self, copies: Tree, clean: Clean) -> tuple[Tree, Callable[..., Any]]:
+        """(pre-activations by lane, pullback to (CI parameters, components)) (SPEC C3)."""
 
-        def run(params: Tree, components: Tree) -> tuple[Tree, Tree]:
-            return squash(self.ci_fn(params, self.model.copy_dims["ci_fn"], clean.captures, components))
+        def run(params: Tree, components: Tree) -> Tree:
+            return self.ci_fn(params, self.model.copy_dims["ci_fn"], clean.captures, components)
 
         return jax.vjp(run, copies["ci_fn"], copies["components"])
 
-    def importances_again(self, copies: Tree, clean: Clean) -> tuple[Tree, Callable[..., Any]]:
-        (_, upper), pull = self.importances(copies, clean)
-        return upper, pull
-
-    def sums(self, clean: Clean, lower: Tree, upper: Tree, step: Array) -> Sums:
+    def sums(self, clean: Clean, a: Tree, step: Array) -> Sums:
         n, wanted = self.model.n_positions, objective.hidden_captures(self.loss)
         rates = {}
         if self.loss.minimality is not None:
+            _, upper = squash(a)
             rates = minimality.rates(self.ax, self.loss.minimality.penalty, upper, self.penalty_shape(step), n)
-        l0 = self.l0(lower, 0.0)
+        l0 = self.l0(a, 0.0)
         captured = {k: x for k, x in clean.captures.items() if k.partition("/")[0] in wanted}
         return Sums(rates, l0, reconstruction.capture_norms(self.ax, captured))
 
     def l0(self, ci: dict[str, Array], threshold: float) -> dict[str, Array]:
-        """Mean number of components with CI above ``threshold`` per position of the global batch, by lane."""
-        alive = {k: jnp.sum(x > threshold, axis=(1, 2, 3), dtype=jnp.int32) for k, x in ci.items()}
+        """Mean number of components with CI above ``threshold`` per position of the global batch, by lane.
+
+        Of pre-activations it is the same: clipping to [0, 1] takes none across a threshold below 1.
+        """
+        alive = {k: jnp.sum(x.astype(self.wide) > threshold, axis=(1, 2, 3), dtype=jnp.int32) for k, x in ci.items()}
         n = self.model.n_positions
         return {k: self.ax.psum(x, (*DATA_AXES, "tp")).astype(self.wide) / n for k, x in alive.items()}
 
@@ -306,11 +299,8 @@ class Step:
             summed, stacked = fn(j)
             return jax.tree.map(jnp.add, total, summed), stacked
 
-        zeros = jax.tree.map(self.zeros_like_type, jax.eval_shape(lambda: fn(jnp.int32(0))[0]))
+        zeros = jax.tree.map(self.ax.zeros_like, jax.eval_shape(lambda: fn(jnp.int32(0))[0]))
         return jax.lax.scan(body, zeros, jnp.arange(self.microbatches, dtype=jnp.int32))
-
-    def zeros_like_type(self, aval: Any) -> Array:
-        return self.ax.varying(jnp.zeros(aval.shape, aval.dtype), tuple(pl.varying_axes(aval)))
 
     def at(self, seen: Seen, j: Any) -> Seen:
         return seen if self.microbatches == 1 else jax.tree.map(lambda x: x[j], seen)
@@ -450,10 +440,12 @@ class Step:
         and its value; beside it, components -> the Adam state they start from (SPEC T6)."""
         specs = pl.tree_specs(self.leaves.decomposition["components"], self.ax.sizes)
         target_specs = pl.tree_specs(self.target_leaves, self.ax.sizes)
-        grad = jax.shard_map(
-            jax.value_and_grad(self.faithfulness), mesh=self.mesh, in_specs=(specs, target_specs),
-            out_specs=(pl.spec(()), specs),
-        )  # fmt: skip
+
+        def alone(masters: Tree, target: Tree) -> tuple[Array, Tree]:
+            zeros = jax.tree.map(self.ax.zeros_like, masters)
+            return self.faithfulness(masters, target, zeros, jnp.ones((), self.wide))
+
+        grad = jax.shard_map(alone, mesh=self.mesh, in_specs=(specs, target_specs), out_specs=(pl.spec(()), specs))
         cfg = self.loss.faithfulness
         assert cfg is not None
         group = AdamW(match=("components",), lr=cfg.warmup.lr)

@@ -43,7 +43,8 @@ def test_faithfulness(normalize: Any):
     expected = sum(errors.values()) / sum(w.size for w in W.values())
     if normalize == "site":
         expected = np.mean([errors[n] / np.sum(w**2) for n, (w, _) in wide.items()])
-    got = faithfulness(ONE_DEVICE, table, masters, dims, frozen, normalize)
+    zeros = jax.tree.map(jnp.zeros_like, masters)
+    got, _ = faithfulness(ONE_DEVICE, table, masters, dims, frozen, normalize, zeros, jnp.float32(1))
     assert float(got) == pytest.approx(expected, rel=1e-5)
 
 

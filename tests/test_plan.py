@@ -133,28 +133,51 @@ def test_every_device_is_described_to_the_compiler():
 LIVE = """HloLiveRange (max 9):
   InstructionSequence:
     0:x
-  Live ranges at 3 (peak):
-    loop{1}: 64 bytes (cumulative: 64 bytes)
-    x{}: 32 bytes (cumulative: 96 bytes)
-    a{}: 32 bytes (cumulative: 128 bytes)
-    b{}: 32 bytes (cumulative: 160 bytes)
-  Stack trace breakdown for peak usage: 160 bytes
-    a{}: 999 bytes
+  BufferLiveRange:
+    x{}:0-9
+    a{}:1-2
+    b{}:2-5
+    loop{}:0-9
+    loop{1}:4-8
+    body{}:5-6
+    c{}:6-6
+    late{}:9-9
+  Live ranges at 2 (peak):
+    x{}: 32 bytes (cumulative: 32 bytes)
 """
-BODY = """ENTRY %main (x: f32[8]) -> f32[8] {
+# a is gone when the loop's carry, which loop{1} and body share, stands beside b and c's place of its own
+ASSIGNED = """BufferAssignment:
+allocation 0: size 32, parameter 0, shape |f32[8]| at ShapeIndex {}:
+ value: <1 x @0> (size=32,offset=0): f32[8]{0}
+allocation 1: size 200, preallocated-temp:
+ value: <2 a @0> (size=32,offset=0): f32[8]{0}
+ value: <3 b @0> (size=32,offset=64): f32[8]{0}
+ value: <4 loop{1} (phi) @0> (size=64,offset=0): bf16[32]{0}
+ value: <5 body @0> (size=64,offset=0): bf16[32]{0}
+ value: <6 late @0> (size=64,offset=0): f32[16]{0}
+allocation 2: size 4, thread-local:
+ value: <7 c @0> (size=4,offset=0): f32[]
+"""
+BODY = """%step (p: bf16[32]) -> bf16[32] {
+  %p = bf16[32]{0} parameter(0)
+  ROOT %body = bf16[32]{0} negate(%p), metadata={op_name="jit(__call__)/shard_map/while/body/add"}
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
   %x = f32[8]{0} parameter(0)
   %a = f32[8]{0} negate(%x), metadata={op_name="jit(__call__)/shard_map/jvp()/neg"}
   %b = f32[8]{0} negate(%a), metadata={op_name="jit(__call__)/jvp()/neg"}
-  %loop = (s32[], bf16[32]{0}) custom-call(%b), metadata={op_name="while"}
-  ROOT %out = f32[8]{0} negate(%b)
+  %loop = (s32[], bf16[32]{0}) custom-call(%b)
+  ROOT %late = f32[16]{0} negate(%b)
 }
 """
 
 
 def test_what_is_held_at_the_peak_is_told_by_shape_and_origin():
-    held = peak.at_peak(LIVE, hlo.parse(BODY))
-    assert held == [(64, 1, "bf16[32]", ""), (64, 2, "f32[8]", "jvp()/neg")]
-    assert peak.at_peak("", hlo.parse(BODY)) == []
+    """The values of one place count once, and nothing but temporaries counts."""
+    held = peak.at_peak(LIVE, ASSIGNED, hlo.parse(BODY))
+    assert held == [(64, 1, "bf16[32]", "add"), (32, 1, "f32[8]", "jvp()/neg")]
+    assert peak.at_peak("", "", hlo.parse(BODY)) == []
 
 
 # ---------------------------------------------------------------- verdict and remedies

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from decomp.numerics import wide
+from decomp.numerics import unit, wide
 
 LEAK = 0.01
 
@@ -40,7 +40,7 @@ class CiFn(Protocol):
 @jax.custom_vjp
 def lower(a: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """clip(a, 0, 1) for masks, with the one-sided leaky slope of SPEC C1."""
-    return jnp.clip(a, 0, 1)
+    return unit(a)
 
 
 def _lower_fwd(a: Array) -> tuple[Array, Array]:
@@ -48,9 +48,12 @@ def _lower_fwd(a: Array) -> tuple[Array, Array]:
 
 
 def _lower_bwd(a: Array, g: Array) -> tuple[Array]:
+    # wide for memory's sake: XLA's GPU program holds narrow zeros of this shape as an array (numerics.unit)
+    a, wide_g = a.astype(wide(g.dtype)), g.astype(wide(g.dtype))
+    zero = jnp.zeros((), wide_g.dtype)
     # below 0 only a gradient that would raise the importance gets through, so that dead components can return
-    leak = jnp.where(g < 0, jnp.asarray(LEAK, g.dtype) * g, jnp.zeros((), g.dtype))
-    return (jnp.where(a > 1, jnp.zeros((), g.dtype), jnp.where(a > 0, g, leak)),)
+    leak = jnp.where(wide_g < 0, jnp.asarray(LEAK, wide_g.dtype) * wide_g, zero)
+    return (jnp.where(a > 1, zero, jnp.where(a > 0, wide_g, leak)).astype(g.dtype),)
 
 
 lower.defvjp(_lower_fwd, _lower_bwd)

@@ -145,11 +145,13 @@ class ChunkTransformer:
 
         def chunk(_: None, xs: Any) -> tuple[None, dict[str, Array]]:
             own, blocks, tap = xs
-            x = self._enter(own, dims, tap)
-            block = lambda p, x: self._block(p, dims, rope, x)  # noqa: E731
-            block = jax.checkpoint(block) if self.cfg.remat else block  # dims are names: no arguments of a checkpoint
+            # Only what enters each part is kept: of the first and the last that saves their gathered matrices.
+            # Mesh axes are names and no arguments of a checkpoint.
+            part = jax.checkpoint if self.cfg.remat else lambda fn: fn
+            block = part(lambda p, x: self._block(p, dims, rope, x))
+            x = part(lambda p, tap: self._enter(p, dims, tap))(own, tap)
             x, _ = jax.lax.scan(lambda x, p: (block(p, x), None), x, blocks)
-            return None, self._heads(own, dims, x)
+            return None, part(lambda p, x: self._heads(p, dims, x))(own, x)
 
         return jax.lax.scan(chunk, None, (per_chunk, per_block, taps))[1]
 

@@ -14,7 +14,7 @@ from decomp.config.schema import AdamSource, MixedSource, PersistentSource, Reco
 from decomp.keys import to_uniform
 from decomp.masks import Fixed
 from decomp.numerics import move_fixed, round_bfloat16, wide
-from decomp.placement import Axes, varying_axes
+from decomp.placement import Axes
 
 Values = dict[str, dict[str, Array]]
 SourceState = dict[str, Any]  # {"raw": Values, "m": Values, "v": Values, "count": int32 []}; sign has raw alone
@@ -43,16 +43,8 @@ def moment_dtype(cfg: PersistentSource, masters: Any) -> Any:
 
 
 def variables(ax: Axes, raw: Values, dtype: Any) -> Values:
-    """What gradients by sources are taken by: the sources, or zeros of ``dtype`` that stand for those in uint16.
-
-    Nothing reads the zeros, so they take no memory; the gradient has their dtype and mesh axes.
-    """
-
-    def one(x: Array) -> Array:
-        fixed = x.dtype == jnp.uint16
-        return ax.varying(jnp.zeros(x.shape, dtype), tuple(varying_axes(x))) if fixed else x
-
-    return jax.tree.map(one, raw)
+    """What gradients by sources are taken by: the sources, or zeros of ``dtype`` that stand for those in uint16."""
+    return jax.tree.map(lambda x: ax.zeros_like(x, dtype) if x.dtype == jnp.uint16 else x, raw)
 
 
 def values_of(raw: Values, by: Values) -> Any:

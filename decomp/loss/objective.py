@@ -75,24 +75,26 @@ def masked(
 
 
 def gradients(
-    model: Model, name: str, term: Recon, ctx: Context, components: Stacks, ci: ByLane, raw: adversary.Values
+    model: Model, name: str, term: Recon, ctx: Context, components: Stacks, a: ByLane, raw: adversary.Values
 ) -> tuple[Array, tuple[Stacks, ByLane, adversary.Values]]:
-    """The bare term and its gradients by (components, CI, persistent sources), the mean over draws (SPEC L6, A3).
+    """The bare term and its gradients by (components, lower CI, persistent sources), the mean over draws (SPEC L6, A3).
 
-    Gradients by sources in uint16 have the dtype of ``ci``.
+    ``a`` are the pre-activations of CI; importances themselves will do, being their own clipped values. Gradients by
+    sources in uint16 have the dtype of ``a``.
     """
-    variables = adversary.variables(model.ax, raw, _lane_dtype(ci))
+    by_ci = jax.tree.map(model.ax.zeros_like, dict(a))
+    variables = adversary.variables(model.ax, raw, _lane_dtype(a))
 
     def one(draw: int) -> tuple[Array, tuple[Stacks, ByLane, adversary.Values]]:
         key = key_of(model.seed, f"recon/{name}", ctx.step, draw)
         routes = draw_routes(model, term, ctx, key)
-        source_of = prepare_source(model, term, ctx, components, ci, key, routes)
+        source_of = prepare_source(model, term, ctx, components, a, key, routes)
 
-        def bare(c: Stacks, ci: ByLane, by: Any) -> Array:
+        def bare(c: Stacks, by_ci: ByLane, by: Any) -> Array:
             source = source_of(adversary.values_of(raw, by))
-            return value(model, term, ctx, c, mk.CiMasks(ci, source, routes, model.loss.delta))
+            return value(model, term, ctx, c, mk.CiMasks(mk.lower_by(a, by_ci), source, routes, model.loss.delta))
 
-        return jax.value_and_grad(bare, argnums=(0, 1, 2))(components, ci, variables)
+        return jax.value_and_grad(bare, argnums=(0, 1, 2))(components, by_ci, variables)
 
     total = one(0)
     for draw in range(1, term.draws):
@@ -101,7 +103,7 @@ def gradients(
 
 
 def ascent_gradient(
-    model: Model, term: Recon, ctx: Context, components: Stacks, ci: ByLane, raw: adversary.Values
+    model: Model, term: Recon, ctx: Context, components: Stacks, a: ByLane, raw: adversary.Values
 ) -> adversary.Values:
     """d bare term / d persistent sources, everything routed, components and CI detached (SPEC A2, A3, M5)."""
     cfg = adversary.persistent_of(term)
@@ -109,9 +111,9 @@ def ascent_gradient(
 
     def bare(by: adversary.Values) -> Array:
         source = mk.Stored(adversary.effective(cfg, adversary.values_of(raw, by)), cfg.shape)
-        return value(model, term, ctx, components, mk.CiMasks(ci, source, None, model.loss.delta))
+        return value(model, term, ctx, components, mk.CiMasks(mk.lower_by(a, a), source, None, model.loss.delta))
 
-    return jax.grad(bare)(adversary.variables(model.ax, raw, _lane_dtype(ci)))
+    return jax.grad(bare)(adversary.variables(model.ax, raw, _lane_dtype(a)))
 
 
 def draw_routes(model: Model, term: Recon, ctx: Context, key: Key) -> Any:
@@ -121,7 +123,7 @@ def draw_routes(model: Model, term: Recon, ctx: Context, key: Key) -> Any:
 
 
 def prepare_source(
-    model: Model, term: Recon, ctx: Context, components: Stacks, ci: ByLane, key: Key, routes: Any
+    model: Model, term: Recon, ctx: Context, components: Stacks, a: ByLane, key: Key, routes: Any
 ) -> Any:
     """A function from the term's persistent values (empty where it owns none) to its source for this draw."""
     ax, cfg = model.ax, term.source
@@ -131,7 +133,7 @@ def prepare_source(
     if isinstance(cfg, UniformSource):
         return lambda _: mk.Uniform.draw(ax, model.table, ctx.window, fresh)
     if isinstance(cfg, FreshPgdSource):
-        found = pgd_sources(model, term, cfg, ctx, components, ci, fresh, routes)
+        found = pgd_sources(model, term, cfg, ctx, components, a, fresh, routes)
         return lambda _: found
     if isinstance(cfg, MixedSource):
         uniform = mk.Uniform.draw(ax, model.table, ctx.window, fresh)
@@ -143,17 +145,18 @@ def prepare_source(
 
 
 def pgd_sources(
-    model: Model, term: Recon, cfg: FreshPgdSource, ctx: Context, components: Stacks, ci: ByLane, key: Key, routes: Any
+    model: Model, term: Recon, cfg: FreshPgdSource, ctx: Context, components: Stacks, a: ByLane, key: Key, routes: Any
 ) -> mk.Stored:
     """Sources after ``cfg.steps`` ascents with this step's routing (SPEC M2, M5); constants of the outer gradient."""
-    components, ci = jax.lax.stop_gradient((components, ci))
+    components, a = jax.lax.stop_gradient((components, a))
     values = mk.draw_stored(model.ax, model.table, ctx.window, key, cfg.shape)
     if cfg.init != "random":
         values = jax.tree.map(jnp.ones_like if cfg.init == "ones" else jnp.zeros_like, values)
-    values = jax.tree.map(lambda x: x.astype(wide(_lane_dtype(ci))), values)
+    values = jax.tree.map(lambda x: x.astype(wide(_lane_dtype(a))), values)
 
     def bare(v: adversary.Values) -> Array:
-        return value(model, term, ctx, components, mk.CiMasks(ci, mk.Stored(v, cfg.shape), routes, model.loss.delta))
+        masks = mk.CiMasks(mk.lower_by(a, a), mk.Stored(v, cfg.shape), routes, model.loss.delta)
+        return value(model, term, ctx, components, masks)
 
     return mk.Stored(adversary.fresh_pgd(values, jax.grad(bare), cfg.steps, cfg.step_size), cfg.shape)
 

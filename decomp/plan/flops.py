@@ -1,8 +1,8 @@
 """FLOPs that one step needs, each needed product counted once, over all devices.
 
 Counted: forwards, gradients by inputs and by weights, faithfulness, Newton-Schulz. Not counted: what is computed again
-(rematerialisation, the clean logits of every further term, the error matrix in faithfulness' backward), and
-everything that is no matrix product. Attention counts all T x T scores, as they are computed.
+(rematerialisation, the clean logits of every further term), and everything that is no matrix product. Attention counts
+all T x T scores, as they are computed.
 """
 
 from __future__ import annotations

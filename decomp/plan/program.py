@@ -26,6 +26,7 @@ MeshShape = tuple[int, int, int]
 # The pass that makes one device's program. Later ones turn bf16 to f32 on CPU, and fuse.
 PARTITIONED = "*after_spmd-partitioning*.txt"
 LIVE_RANGES = "*after_optimizations-live-range.txt"
+ASSIGNMENT = "*after_optimizations-buffer-assignment.txt"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Program:
     temporaries: int
     traced_s: float
     compiled_s: float
-    live_ranges: str = ""
+    buffers: tuple[str, str] = ("", "")  # XLA's texts of live ranges and of buffer assignment
 
     @property
     def for_gpu(self) -> bool:
@@ -51,7 +52,7 @@ class Program:
     @cached_property
     def held(self) -> list[peak.Held]:
         """Temporaries at the moment of most memory, the largest first."""
-        return peak.at_peak(self.live_ranges, self.optimized)
+        return peak.at_peak(*self.buffers, self.optimized)
 
     @cached_property
     def n_instructions(self) -> int:
@@ -93,12 +94,12 @@ def compile_step(step: Step, masters: Any) -> Program:
     began = time.monotonic()
     lowered = step.compiled.trace(*arguments(step, masters)).lower()
     traced = time.monotonic()
-    compiled, partitioned, live_ranges = _compile(lowered)
+    compiled, partitioned, buffers = _compile(lowered)
     done = time.monotonic()
     m = compiled.memory_analysis()
     return Program(
         step, partitioned, hlo.parse(compiled.as_text()), m.argument_size_in_bytes, m.output_size_in_bytes,
-        m.alias_size_in_bytes, m.temp_size_in_bytes, traced - began, done - traced, live_ranges,
+        m.alias_size_in_bytes, m.temp_size_in_bytes, traced - began, done - traced, buffers,
     )  # fmt: skip
 
 
@@ -116,11 +117,13 @@ def compile_optimizer(step: Step, masters: Any) -> hlo.Module:
     return _compile(jax.jit(update, out_shardings=placed).lower(params, params, moments, count))[1]
 
 
-def _compile(lowered: Any) -> tuple[Any, hlo.Module, str]:
-    """(compiled, the program of one device before optimisation, live ranges of its buffers where XLA tells them)."""
+def _compile(lowered: Any) -> tuple[Any, hlo.Module, tuple[str, str]]:
+    """(compiled, the program of one device before optimisation, XLA's texts about its buffers)."""
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd.*", "xla_dump_hlo_as_text": True}
         compiled = lowered.compile(compiler_options=dump)
         (partitioned,) = Path(folder).glob(PARTITIONED)
-        live_ranges = "".join(file.read_text() for file in Path(folder).glob(LIVE_RANGES))
-        return compiled, hlo.parse(partitioned.read_text()), live_ranges
+        live_ranges, assignment = (
+            "".join(file.read_text() for file in Path(folder).glob(name)) for name in (LIVE_RANGES, ASSIGNMENT)
+        )
+        return compiled, hlo.parse(partitioned.read_text()), (live_ranges, assignment)
