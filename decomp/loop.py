@@ -9,70 +9,28 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-import numpy as np
 
 from decomp import figures
 from decomp.checkpoint import Checkpoints, Failed, Saved, human, tree_bytes
 from decomp.config.errors import UserError
 from decomp.config.schema import RunConfig
+from decomp.data.prefetch import Prefetch
 from decomp.folder import check_output, create, environment, record_launch, run_overrides, write_config, write_text
 from decomp.lock import RunLock
 from decomp.logger import Logger, open_logger, read_metrics
 from decomp.manifest import good_steps
+from decomp.profiler import Profiler
+from decomp.retry import Retry
 from decomp.stop import Stop
+from decomp.trainer import Evaluation, State, Trainer
 
 DONE, DIVERGED, PREEMPTED = 0, 3, 75
 WARMUP_CHUNK = 10  # faithfulness warm-up updates between two looks at the signals
 GUARD = ("guard/in_a_row", "guard/skipped_total", "guard/bad_term")
-
-State = Any  # state.State: NamedTuple(decomposition, progress)
-
-
-class Data(Protocol):
-    @property
-    def corpus_hash(self) -> str: ...
-    def batch(self, step: int, /) -> np.ndarray: ...
-
-
-class Table(Protocol):
-    def describe(self) -> str: ...
-    def to_json(self) -> dict[str, Any]: ...
-
-
-class Evaluation(Protocol):
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
-    @property
-    def arrays(self) -> Mapping[str, np.ndarray]: ...
-
-
-class Trainer(Protocol):
-    """What the loop needs of build.Trainer."""
-
-    @property
-    def cfg(self) -> RunConfig: ...
-    @property
-    def term_names(self) -> Sequence[str]: ...
-    @property
-    def data(self) -> Data: ...
-    @property
-    def table(self) -> Table: ...
-    def init_state(self) -> State: ...
-    def abstract_state(self) -> State: ...
-    def warmup(self, state: State, n: int, /) -> tuple[State, Mapping[str, Any]]: ...
-    def end_warmup(self) -> None: ...
-    def step(self, state: State, tokens: np.ndarray, /) -> tuple[State, Mapping[str, Any]]: ...
-    def evaluate(self, state: State, step: int, /) -> Evaluation: ...
-    def target_hash(self) -> str: ...
-    def placement_report(self) -> str: ...
-    def optimizer_report(self) -> str: ...
-    def warnings(self) -> list[str]: ...
-
 
 Build = Callable[[RunConfig], Trainer]
 
@@ -331,75 +289,3 @@ class Run:
         figures.save_arrays(self.folder, result.arrays)
         self.logger.table(f"final evaluation after {step} updates, on held-out data", result.metrics)
         self.logger.say(f"report: {figures.report(self.folder)}")
-
-
-class Retry:
-    """When a failed save is tried again: at once, then after 2, 4, 8, ... 256 more updates."""
-
-    def __init__(self) -> None:
-        self._failures, self._left = 0, 0
-
-    def failed(self) -> None:
-        self._failures += 1
-        self._left = min(256, 2 ** (self._failures - 1))
-
-    def succeeded(self) -> None:
-        self._failures = 0
-
-    def due(self) -> bool:
-        """Asked once per update."""
-        self._left -= 1
-        return self._failures > 0 and self._left == 0
-
-
-class Prefetch:
-    """The batch after the next is made while the device works. ``batch`` is pure, so only time is at stake (R3)."""
-
-    def __init__(self, batch: Callable[[int], np.ndarray], first: int, end: int, ahead: int = 2):
-        self._batch, self._end, self._ahead = batch, end, ahead
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="data")
-        self._next = first
-        self._futures: dict[int, Future[np.ndarray]] = {}
-
-    def take(self, step: int) -> np.ndarray:
-        """Batch ``step`` [B, T]."""
-        while self._next < min(self._end, step + 1 + self._ahead):
-            self._futures[self._next] = self._pool.submit(self._batch, self._next)
-            self._next += 1
-        return self._futures.pop(step).result()
-
-    def __enter__(self) -> Prefetch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-
-class Profiler:
-    """A jax.profiler trace of updates first..last (counted as metrics.jsonl counts them) in ``profile/``."""
-
-    def __init__(self, steps: tuple[int, int] | None, folder: Path):
-        self.first, self.last = steps or (0, -1)
-        self.path, self.on = folder / "profile", False
-
-    def before(self, step: int, state: State) -> None:
-        if not self.on and self.first <= step <= self.last:
-            jax.block_until_ready(state)  # earlier updates stay out of the trace
-            jax.profiler.start_trace(str(self.path))
-            self.on = True
-
-    def after(self, step: int, state: State) -> None:
-        if self.on and step >= self.last:
-            jax.block_until_ready(state)
-            self._close()
-
-    def _close(self) -> None:
-        if self.on:
-            self.on = False
-            jax.profiler.stop_trace()
-
-    def __enter__(self) -> Profiler:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()

@@ -33,7 +33,7 @@ ROWS = (
     {"folder", "lock", "manifest", "checkpoint"},
     {"logger"},
     {"figures"},
-    {"stop"},
+    {"stop", "retry", "profiler", "trainer"},
     {"loop"},
     {"build"},
     {"invariance", "plan"},

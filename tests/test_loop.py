@@ -27,7 +27,7 @@ from decomp.config.schema import RunConfig
 from decomp.folder import read_config
 from decomp.lock import RunLock
 from decomp.logger import read_metrics
-from decomp.loop import DIVERGED, DONE, PREEMPTED, Prefetch, Retry, identity
+from decomp.loop import DIVERGED, DONE, PREEMPTED, identity
 from decomp.manifest import good_steps, step_folders
 
 
@@ -351,35 +351,3 @@ def test_profile_writes_a_trace(tmp_path: Path) -> None:
     code, folder = _start(config(tmp_path, steps=4, profile__steps=[2, 3]))
     assert code == DONE
     assert list((folder / "profile").rglob("*.xplane.pb"))
-
-
-def test_prefetch_is_ahead_in_order_and_off_the_thread() -> None:
-    asked: list[tuple[int, int]] = []
-
-    def batch(step: int) -> np.ndarray:
-        asked.append((step, threading.get_ident()))
-        return np.full(1, step)
-
-    with Prefetch(batch, first=3, end=7) as batches:
-        assert [int(batches.take(step)[0]) for step in range(3, 7)] == [3, 4, 5, 6]
-    assert [step for step, _ in asked] == [3, 4, 5, 6]
-    assert threading.get_ident() not in {thread for _, thread in asked}
-
-
-def test_an_error_in_the_data_reaches_the_loop() -> None:
-    def batch(step: int) -> np.ndarray:
-        raise UserError(f"no batch {step}")
-
-    with Prefetch(batch, 0, 5) as batches, pytest.raises(UserError, match="no batch 0"):
-        batches.take(0)
-
-
-def test_retries_back_off() -> None:
-    retry, tried = Retry(), []
-    for step in range(40):
-        if step == 0 or retry.due():
-            tried.append(step)
-            retry.failed()
-    assert tried == [0, 1, 3, 7, 15, 31]
-    retry.succeeded()
-    assert not any(retry.due() for _ in range(600))
