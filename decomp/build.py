@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -78,8 +79,8 @@ class Trainer:
         """Throws the warm-up's optimizer away."""
         self._warmup_moments = None
 
-    def evaluate(self, s: State, step: int) -> EvalResult:
-        return self.evaluator.run(s, step)
+    def evaluate(self, s: State, step: int, stopping: Callable[[], bool]) -> EvalResult | None:
+        return self.evaluator.run(s, step, stopping)
 
     @property
     def term_names(self) -> tuple[str, ...]:

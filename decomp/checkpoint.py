@@ -27,6 +27,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from decomp import processes
 from decomp.config.errors import UserError
 from decomp.manifest import (
     ITEMS,
@@ -66,7 +67,9 @@ class Checkpoints:
     """The checkpoints of one run folder, for its one writer.
 
     ``identity`` is plain JSON that must be equal when restoring (site table, hashes of target and data).
-    ``say`` receives warnings. Every method runs on the training thread; one thread of ours ends a save.
+    ``say`` receives warnings. Every method runs on the training thread; one thread of ours ends a save. With several
+    processes each has one and calls the same methods in the same order; files other than its own parts of arrays are
+    touched by the primary alone, and a save is good, or has failed, on all of them.
     """
 
     def __init__(
@@ -82,14 +85,19 @@ class Checkpoints:
         self._events: SimpleQueue[Saved | Failed] = SimpleQueue()
         self._manager: ocp.CheckpointManager | None = None
         self._ending: threading.Thread | None = None
+        self._saves = 0  # begun by this process, which is as many as by any other
+        self._ended, self._told = 0, 0  # events put, events given by ``poll``
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs each failure's traceback; we say one line
         _hush_closed_loops()
-        for leftover in self.root.glob("*.orbax-checkpoint-tmp*"):  # a killed save (case 22)
-            shutil.rmtree(leftover, ignore_errors=True)
+        if processes.is_primary():
+            for leftover in self.root.glob("*.orbax-checkpoint-tmp*"):  # a killed save (case 22)
+                shutil.rmtree(leftover, ignore_errors=True)
 
     # ------------------------------------------------------------ saving
     def check_space(self, nbytes: int) -> None:
         """Refuses a disk that cannot hold two saves of ``nbytes``, those already there included."""
+        if not processes.is_primary():
+            return
         needed = max(1, 2 - len(good_steps(self.root))) * nbytes
         free = _free(self.root)
         if free < needed:
@@ -104,23 +112,30 @@ class Checkpoints:
         ``state`` is (decomposition, progress); its buffers may be donated as soon as this returns.
         """
         self._join()
-        if step in good_steps(self.root):
-            return
+        ready, reason = processes.from_primary(lambda: self._prepare(step, tree_bytes(state)))
+        if not ready:
+            return None if reason is None else self._fail(step, reason)
+        self._saves += 1
         began = time.monotonic()
         try:
             self._begin(step, state)
-            reason = None
         except SAVE_ERRORS as error:
             reason = short_reason(error)
-        if reason is not None:
-            return self._fail(step, reason)
-        arguments = (step, arrays_of(state), began)
+        arguments = (step, arrays_of(state), began, reason)
         self._ending = threading.Thread(target=self._end, args=arguments, name="checkpoint", daemon=True)
         self._ending.start()
 
-    def poll(self) -> list[Saved | Failed]:
-        """What became of saves since the last call, oldest first; never blocks."""
-        return [self._events.get() for _ in range(self._events.qsize())]
+    @property
+    def ended(self) -> int:
+        """How many saves have ended, well or not, on this process."""
+        return self._ended
+
+    def poll(self, upto: int | None = None) -> list[Saved | Failed]:
+        """What became of saves since the last call, oldest first; never blocks. ``upto`` leaves those for later that
+        ended after so many: what all processes agree on is told at the same step."""
+        n = max(0, (self._ended if upto is None else upto) - self._told)
+        self._told += n
+        return [self._events.get() for _ in range(n)]
 
     def wait(self) -> list[Saved | Failed]:
         """Waits for the save in progress, then ``poll``."""
@@ -131,45 +146,87 @@ class Checkpoints:
         self._join()
         self._reset()
 
-    def _begin(self, step: int, state: tuple[Tree, Tree]) -> None:
+    def _prepare(self, step: int, nbytes: int) -> tuple[bool, str | None]:
+        """(whether to save, why that is not possible): what the primary looks at for all."""
+        if step in good_steps(self.root):
+            return False, None
+        try:
+            self._make_room(step, nbytes)
+        except SAVE_ERRORS as error:
+            return False, short_reason(error)
+        return True, None
+
+    def _make_room(self, step: int, nbytes: int) -> None:
         # Where orbax cannot even make its folder, it leaves threads that hold the process for minutes: try first.
         probe = self.root / ".writable"
         probe.mkdir(parents=True, exist_ok=True)
         probe.rmdir()
-        nbytes = tree_bytes(state)
         if (free := _free(self.root)) < nbytes:  # told now, before the disk is full to the last byte
             raise OSError(f"no space left: it needs {human(nbytes)} and the disk has {human(free)} free")
         self._set_aside(step, "replaced")
-        manager = self._manager = self._manager or _open_manager(self.root)
+
+    def _begin(self, step: int, state: tuple[Tree, Tree]) -> None:
+        manager = self._manager = self._manager or self._open_manager()
         args = {item: ocp.args.StandardSave(tree) for item, tree in zip(ITEMS, state, strict=True)}
         if not manager.save(step, args=ocp.args.Composite(**args), force=True):
             raise RuntimeError("orbax declined to save")
 
-    def _end(self, step: int, arrays: list[dict[str, Any]], began: float) -> None:
+    def _open_manager(self) -> ocp.CheckpointManager:
+        # Retention is ours: orbax would count a failed save among those to keep.
+        options = ocp.CheckpointManagerOptions(max_to_keep=None, create=False)
+        if processes.several():
+            # Named, so that a barrier that one process missed is never met by another one's next save; and of all
+            # processes by number, which makes it the coordinator's: the other kind is a collective on the devices.
+            options.multiprocessing_options = ocp.options.MultiprocessingOptions(
+                primary_host=0,
+                active_processes=set(range(jax.process_count())),
+                barrier_sync_key_prefix=f"manager{self._saves}",
+            )
+            options.async_options = ocp.AsyncOptions(barrier_sync_fn=self._barrier)
+        return ocp.CheckpointManager(self.root, options=options)
+
+    def _barrier(self, *, key: str, timeout_ms: int) -> None:
+        processes.barrier(key, f"save{self._saves}", timeout_ms / 1000)
+
+    def _end(self, step: int, arrays: list[dict[str, Any]], began: float, reason: str | None) -> None:
         """Runs on its own thread: orbax's commit, then the manifest, then retention."""
-        nbytes, reason = 0, None
         try:
-            assert self._manager is not None
-            self._manager.wait_until_finished()
-            if jax.process_index() == 0:
-                nbytes = write_manifest(self.root / str(step), step, self.identity, arrays)
+            if reason is None and self._manager is not None:
+                self._manager.wait_until_finished()
         except SAVE_ERRORS as error:
             reason = short_reason(error)
+        nbytes, reason = processes.settle(
+            f"save{self._saves}", reason, lambda failure: self._commit(step, arrays, failure)
+        )
         if reason is not None:
             return self._fail(step, reason)
-        self._events.put(Saved(step, time.monotonic() - began, nbytes))
-        if jax.process_index() == 0:
+        self._put(Saved(step, time.monotonic() - began, nbytes))
+        if processes.is_primary():
             self._retire(step)
+
+    def _commit(self, step: int, arrays: list[dict[str, Any]], failure: str | None) -> tuple[int, str | None]:
+        """(bytes, reason): the manifest where every process has written its part, on the primary."""
+        if failure is None:
+            try:
+                return write_manifest(self.root / str(step), step, self.identity, arrays), None
+            except SAVE_ERRORS as error:
+                failure = short_reason(error)
+        return 0, failure
 
     def _fail(self, step: int, reason: str) -> None:
         self._reset()  # the manager still lists the step that failed
-        for leftover in (self.root / str(step), *self.root.glob(f"{step}.orbax-checkpoint-tmp*")):
-            shutil.rmtree(leftover, ignore_errors=True)
+        if processes.is_primary():
+            for leftover in (self.root / str(step), *self.root.glob(f"{step}.orbax-checkpoint-tmp*")):
+                shutil.rmtree(leftover, ignore_errors=True)
         with warnings.catch_warnings():
             # Orbax leaves coroutines behind when it fails early; Python would say so, at any later moment.
             warnings.simplefilter("ignore", RuntimeWarning)
             gc.collect()
-        self._events.put(Failed(step, reason))
+        self._put(Failed(step, reason))
+
+    def _put(self, event: Saved | Failed) -> None:
+        self._events.put(event)
+        self._ended += 1
 
     def _reset(self) -> None:
         manager, self._manager = self._manager, None
@@ -214,7 +271,8 @@ class Checkpoints:
         step is named in a warning, set aside, and the one before is taken (K4). Steps after the restored one are
         set aside too: training saves them anew. UserError: a checkpoint of something else, or nothing whole left.
         """
-        found, damage = newest_whole(self.root, ITEMS, step)
+        found, damaged = processes.from_primary(lambda: _newest(self.root, step))
+        damage = dict(damaged)
         if found is None and not damage:
             return None
         for bad, reason in damage.items():
@@ -226,7 +284,7 @@ class Checkpoints:
         restored = tuple(
             _restore_item(self.root / str(found) / item, tree) for item, tree in zip(ITEMS, abstract, strict=True)
         )
-        for later in [s for s in step_folders(self.root) if s > found]:
+        for later in [s for s in step_folders(self.root) if s > found] if processes.is_primary() else ():
             self._set_aside(later, "damaged" if later in damage else "later")
         return found, (restored[0], restored[1])
 
@@ -267,11 +325,6 @@ def _hush_closed_loops() -> None:
     sys.unraisablehook = hook
 
 
-def _open_manager(root: Path) -> ocp.CheckpointManager:
-    # Retention is ours: orbax would count a failed save among those to keep.
-    return ocp.CheckpointManager(root, options=ocp.CheckpointManagerOptions(max_to_keep=None, create=True))
-
-
 def _restore_item(path: Path, abstract: Tree) -> Tree:
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as door:
         return door.restore(path, args=ocp.args.StandardRestore(abstract))
@@ -289,6 +342,11 @@ def newest_whole(root: Path, items: Iterable[str], step: int | None) -> tuple[in
             return candidate, damage
         damage[candidate] = reason
     return None, damage
+
+
+def _newest(root: Path, step: int | None) -> tuple[int | None, list[tuple[int, str]]]:
+    found, damage = newest_whole(root, ITEMS, step)
+    return found, list(damage.items())
 
 
 def _instead(found: int | None) -> str:

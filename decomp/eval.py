@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from decomp import masks as mk
@@ -88,14 +89,17 @@ class Evaluator:
     data: Data
     cfg: RunConfig
 
-    def run(self, state: State, step: int) -> EvalResult:
-        """Metrics and CI statistics; the same held-out batches and draws at every call."""
+    def run(self, state: State, step: int, stopping: Callable[[], bool] = lambda: False) -> EvalResult | None:
+        """Metrics and CI statistics; the same held-out batches and draws at every call. ``stopping`` is asked before
+        each batch; None where it says so."""
         metrics: dict[str, float] = {}
         arrays: dict[str, np.ndarray] = {}
         n = self.cfg.eval.batches
         for i in range(n):
+            if stopping():
+                return None
             placed = self.training.put_batch(self.data.eval_batch(i))
-            found, stats = self.compiled(state.decomposition, self.target, placed, jnp.int32(i))
+            found, stats = self.compiled(state.decomposition, self.target, placed, np.int32(i))
             for name, value in found.items():
                 metrics[name] = metrics.get(name, 0.0) + float(value) / n
             for name, value in stats.items():
@@ -121,7 +125,8 @@ class Evaluator:
             f"ci_hist/{n}": pl.spec(()) for n in lanes
         }
         specs = (decomposition, target, t.batch_spec, pl.spec(()))
-        return jax.jit(jax.shard_map(self.local, mesh=t.mesh, in_specs=specs, out_specs=(pl.spec(()), stats)))
+        sharded = jax.shard_map(self.local, mesh=t.mesh, in_specs=specs, out_specs=(pl.spec(()), stats))
+        return jax.jit(sharded, out_shardings=NamedSharding(t.mesh, pl.spec(())))  # every process reads all of it
 
     # ------------------------------------------------------------ on this device's block
     def local(self, decomposition: Any, target: Any, tokens: Array, index: Array) -> tuple[Metrics, Metrics]:

@@ -21,11 +21,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Column, Table
 from rich.text import Text
 
+from decomp import processes
 from decomp.config.errors import UserError
 from decomp.folder import explain, write_text, writing
 
 METRICS = "metrics.jsonl"
-LOG = Path("logs") / "run.log"
+LOG = "run.log"
 
 
 class Sink(Protocol):
@@ -113,6 +114,26 @@ class Logger:
             raise explain(error, self.path) from error
 
 
+class SideLogger(Logger):
+    """A process that is not the primary: its messages go to a log of its own, its metrics are the primary's too."""
+
+    def __init__(self, folder: Path, sinks: tuple[Sink, ...]):
+        self.folder, self.sinks = folder, sinks
+
+    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+    def cut(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+
+
 # ---------------------------------------------------------------- the file
 def record_line(record: Mapping[str, Any]) -> str:
     """One line of JSON that every reader takes: NaN and infinities become the texts ``float()`` reads."""
@@ -169,12 +190,14 @@ def heal(path: Path) -> None:
 
 # ---------------------------------------------------------------- sinks
 class LogFile:
-    """logs/run.log: every message with its time. It alone does not stop a run: metrics.jsonl tells of a full disk."""
+    """A file of logs/: every message with its time. It alone does not stop a run: metrics.jsonl tells of a full disk
+    or a folder that is gone."""
 
-    def __init__(self, folder: Path):
-        with writing(folder / LOG):
-            (folder / LOG).parent.mkdir(exist_ok=True)
-            self._file: TextIO = (folder / LOG).open("a", encoding="utf-8")
+    def __init__(self, folder: Path, name: str = LOG):
+        path = folder / "logs" / name
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+            self._file: TextIO = path.open("a", encoding="utf-8")
 
     def metrics(self, record: Mapping[str, Any]) -> None:
         pass
@@ -322,4 +345,6 @@ def open_logger(folder: Path, steps: int, progress: bool, console: Console | Non
     """The logger of a run folder. UserError where it cannot be written."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run folder")
+    if not processes.is_primary():
+        return SideLogger(folder, (LogFile(folder, f"{processes.index()}.log"),))
     return Logger(folder, (LogFile(folder), console_sink(steps, progress, console)))

@@ -2,6 +2,9 @@
 
 Nothing here is numerics. The order at a step is log, evaluate, save: a checkpoint of step n means that the
 lines of step n are written, which is what makes metrics.jsonl gapless after a resume.
+
+With several processes each runs this loop. What decides where it goes is the same on all of them: numbers of the step,
+``Agreement``, or ``from_primary``; and the primary alone writes.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from typing import Any
 
 import jax
 
-from decomp import figures
+from decomp import figures, processes
+from decomp.agreement import Agreement
 from decomp.checkpoint import Checkpoints, Failed, Saved, human, tree_bytes
 from decomp.config.errors import UserError
 from decomp.config.schema import RunConfig
@@ -25,11 +29,12 @@ from decomp.logger import Logger, open_logger, read_metrics
 from decomp.manifest import good_steps
 from decomp.profiler import Profiler
 from decomp.retry import Retry
-from decomp.stop import Stop
+from decomp.stop import ASKS, Stop
 from decomp.trainer import Evaluation, State, Trainer
 
 DONE, DIVERGED, PREEMPTED = 0, 3, 75
 WARMUP_CHUNK = 10  # faithfulness warm-up updates between two looks at the signals
+ASKS_BY_NAME = {sign.name: number for number, sign in enumerate(ASKS, 1)}
 GUARD = ("guard/in_a_row", "guard/skipped_total", "guard/bad_term")
 
 Build = Callable[[RunConfig], Trainer]
@@ -37,9 +42,11 @@ Build = Callable[[RunConfig], Trainer]
 
 def start(cfg: RunConfig, overrides: Sequence[str], build: Build) -> int:
     """A new run: output folder checked, trainer built, folder minted, then ``run``. Returns the exit code."""
-    check_output(cfg)
+    if processes.is_primary():
+        check_output(cfg)
     trainer = build(cfg)  # before the folder: a target that does not load leaves nothing behind
-    return run(cfg, create(cfg, overrides), lambda _: trainer)
+    folder = processes.from_primary(lambda: str(create(cfg, overrides)))
+    return run(cfg, Path(folder), lambda _: trainer)
 
 
 def resume(cfg: RunConfig, folder: Path, overrides: Sequence[str], build: Build) -> int:
@@ -47,8 +54,9 @@ def resume(cfg: RunConfig, folder: Path, overrides: Sequence[str], build: Build)
 
     def recorded(cfg: RunConfig) -> Trainer:
         trainer = build(cfg)
-        write_config(folder, cfg)
-        record_launch(folder, "resume", overrides)
+        if processes.is_primary():
+            write_config(folder, cfg)
+            record_launch(folder, "resume", overrides)
         return trainer
 
     return run(cfg, folder, recorded)
@@ -60,9 +68,11 @@ def run(cfg: RunConfig, folder: Path, build: Build) -> int:
     0: done, or stopped by ``stop_after``; 3: diverged; 75: a signal came and the state is saved. UserError for
     what a person can mend (exit code 2).
     """
-    with RunLock(folder) as lock, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        lock = stack.enter_context(RunLock(folder)) if processes.is_primary() else None
         logger = stack.enter_context(contextlib.closing(open_logger(folder, cfg.steps, cfg.logger.progress)))
-        stop = stack.enter_context(Stop(logger.say, lock.release))
+        stack.enter_context(processes.farewell(lambda reason: _farewell(reason, logger, lock)))
+        stop = stack.enter_context(Stop(logger.say, lambda: _at_once(lock)))
         try:
             return Run(build(cfg), folder, lock, logger, stop).train()
         except UserError as error:
@@ -71,6 +81,18 @@ def run(cfg: RunConfig, folder: Path, build: Build) -> int:
         except Exception:
             logger.note(traceback.format_exc())
             raise
+
+
+def _farewell(reason: str, logger: Logger, lock: RunLock | None) -> None:
+    logger.note(f"error: {reason}")
+    if lock is not None:
+        lock.release()
+
+
+def _at_once(lock: RunLock | None) -> None:
+    if lock is not None:
+        lock.release()
+    processes.tell_interrupted()
 
 
 def identity(trainer: Trainer) -> dict[str, Any]:
@@ -94,32 +116,39 @@ def complete(folder: Path, steps: int) -> str | None:
 class Run:
     """One process's work on a run folder, from restoring to the last table."""
 
-    def __init__(self, trainer: Trainer, folder: Path, lock: RunLock, logger: Logger, stop: Stop):
+    def __init__(self, trainer: Trainer, folder: Path, lock: RunLock | None, logger: Logger, stop: Stop):
         self.trainer, self.cfg = trainer, trainer.cfg
         self.folder, self.lock, self.logger, self.stop = folder, lock, logger, stop
         every = self.cfg.checkpoint
         self.checkpoints = Checkpoints(folder, every.keep_last, every.keep_every, identity(trainer), logger.say)
+        self.agreement = Agreement((0, 0))
+        self.asked: str | None = None  # the signal that stops the run, once all processes know of it
         self.retry = Retry()
         self.seen: tuple[int, dict[str, Any]] | None = None  # step and guard counters still on the device
 
     # ------------------------------------------------------------ the whole
     def train(self) -> int:
-        try:
+        with contextlib.ExitStack() as stack:
+            if not processes.several():  # else a failure is not delayed by a save that waits for other processes
+                stack.callback(self._close)
             state, step = self._begin()
-            if state is None:
-                return PREEMPTED
-            return self._iterate(state, step)
-        finally:
-            self.checkpoints.close()
-            self._report_saves(self.checkpoints.poll())
+            code = PREEMPTED if state is None else self._iterate(state, step)
+            if processes.several():
+                self._close()
+            return code
+
+    def _close(self) -> None:
+        self.checkpoints.close()
+        self._report_saves(self.checkpoints.poll())
 
     def _iterate(self, state: State, step: int) -> int:
         cfg, trainer = self.cfg, self.trainer
         end = min(cfg.steps, cfg.stop_after or cfg.steps)
-        with Prefetch(trainer.data.batch, step, end) as batches, Profiler(cfg.profile.steps, self.folder) as profiler:
+        traced = cfg.profile.steps if processes.is_primary() else None
+        with Prefetch(trainer.data.batch, step, end) as batches, Profiler(traced, self.folder) as profiler:
             self.logger.tick(step)
             self.logger.pause()  # the first update compiles
-            while step < end and not self.stop.requested:
+            while step < end and not self.asked:
                 profiler.before(step + 1, state)
                 state, metrics = trainer.step(state, batches.take(step))
                 step += 1
@@ -133,16 +162,27 @@ class Run:
     def _at_step(self, step: int, state: State, metrics: Mapping[str, Any]) -> None:
         """Log, evaluate, save: whatever is due after ``step`` updates."""
         cfg, last = self.cfg, step == self.cfg.steps
-        if self.lock.lost:
+        self._look()
+        if self.lock is not None and self.lock.lost:
             raise UserError(f"{self.folder}: another process has taken this run over: this one stops")
         if last or step % cfg.logger.every == 0:
             self.logger.metrics(step, self._fetch(metrics))
-        if not last and step % cfg.eval.every == 0 and not self.stop.requested:
+        if not last and step % cfg.eval.every == 0 and not self.asked:
             self._evaluate(step, state)
-        self._report_saves(self.checkpoints.poll())
         again = self.retry.due()
         if not last and (again or step % cfg.checkpoint.every == 0):
             self._save(step, state)
+
+    def _look(self) -> bool:
+        """Whether the run stops, as all processes know it; and what has become of saves on all of them."""
+        mine = self.stop.requested
+        sign, unended = self.agreement(ASKS_BY_NAME.get(mine or "", 0), -self.checkpoints.ended)
+        if sign and not self.asked:
+            self.asked = ASKS[sign - 1].name
+            if self.asked != mine:
+                self.logger.say(f"{self.asked} reached another process: finishing this step and saving")
+        self._report_saves(self.checkpoints.poll(-unended))
+        return self.asked is not None
 
     # ------------------------------------------------------------ beginning
     def _begin(self) -> tuple[State | None, int]:
@@ -158,21 +198,26 @@ class Run:
         self.logger.cut(step)
         self.logger.say(f"resumed from checkpoint {step}")
         state = type(abstract)(*pair)
-        if step < self.cfg.steps and step % self.cfg.eval.every == 0 and not evaluated(self.folder, step):
+        due = step < self.cfg.steps and step % self.cfg.eval.every == 0
+        if due and not processes.from_primary(lambda: evaluated(self.folder, step)):
             self._evaluate(step, state)  # a signal came between that checkpoint and its evaluation
         return state, step
 
     def _introduce(self) -> None:
         trainer, say = self.trainer, self.logger.say
         say(f"run folder: {self.folder}")
-        write_text(self.folder / "placement.txt", trainer.placement_report().rstrip() + "\n")
-        write_text(self.folder / "optimizer_groups.txt", trainer.optimizer_report().rstrip() + "\n")
-        devices = [f"{d.id}: {d.device_kind} ({d.platform}, process {d.process_index})" for d in jax.devices()]
-        write_text(self.folder / "environment.txt", environment(devices))
+        if processes.is_primary():
+            self._describe()
         for report in (trainer.table.describe(), trainer.optimizer_report(), trainer.placement_report()):
             say(report.rstrip())
         for warning in trainer.warnings():
             say(f"warning: {warning}")
+
+    def _describe(self) -> None:
+        write_text(self.folder / "placement.txt", self.trainer.placement_report().rstrip() + "\n")
+        write_text(self.folder / "optimizer_groups.txt", self.trainer.optimizer_report().rstrip() + "\n")
+        devices = [f"{d.id}: {d.device_kind} ({d.platform}, process {d.process_index})" for d in jax.devices()]
+        write_text(self.folder / "environment.txt", environment(devices))
 
     def _warm_up(self, state: State) -> State | None:
         """Faithfulness warm-up (SPEC T6). A signal leaves nothing to save: its optimizer is not kept."""
@@ -180,11 +225,13 @@ class Run:
         total = faithfulness.warmup.steps if faithfulness else 0
         if total:
             self.logger.say(f"faithfulness warm-up: {total} updates")
+        before = None
         for done in range(0, total, WARMUP_CHUNK):
-            if self.stop.requested:
+            jax.block_until_ready(before)  # the host would run ahead of the devices, and of what it hears meanwhile
+            if self._look():
                 self.logger.say(f"stopped in the faithfulness warm-up, before step 0: {self._again()}")
                 return None
-            state, _ = self.trainer.warmup(state, min(WARMUP_CHUNK, total - done))
+            state, before = self.trainer.warmup(state, min(WARMUP_CHUNK, total - done))
         self.trainer.end_warmup()
         return state
 
@@ -217,9 +264,12 @@ class Run:
         self.logger.say(f"diverged: {name} was not finite in {row} updates in a row, the last one {step}; {where}")
         return True
 
-    def _evaluate(self, step: int, state: State) -> Evaluation:
-        result = self.trainer.evaluate(state, step)
-        if not evaluated(self.folder, step):
+    def _evaluate(self, step: int, state: State) -> Evaluation | None:
+        """None where a signal came: the evaluation is done again on resume, for it can be long."""
+        result = self.trainer.evaluate(state, step, self._look)
+        if result is None:
+            self.logger.say(f"the evaluation after {step} updates is left for the resumed run")
+        elif not evaluated(self.folder, step):
             self.logger.metrics(step, result.metrics)
         self.logger.pause()
         return result
@@ -246,46 +296,56 @@ class Run:
         """Saves and waits, twice if need be; the reason if ``step`` is still not a checkpoint."""
         reason = None
         for then in ("; trying again", ""):
-            if step in good_steps(self.checkpoints.root):
+            if self._is_saved(step):
                 return None
             self.logger.sync()
             self.checkpoints.save(step, tuple(state))
             events = self.checkpoints.wait()
             self._report_saves(events, then)
             reason = next((e.reason for e in reversed(events) if isinstance(e, Failed)), reason)
-        return None if step in good_steps(self.checkpoints.root) else reason or "unknown"
+        return None if self._is_saved(step) else reason or "unknown"
+
+    def _is_saved(self, step: int) -> bool:
+        return processes.from_primary(lambda: step in good_steps(self.checkpoints.root))
 
     # ------------------------------------------------------------ ending
     def _end(self, step: int, state: State) -> int:
         if self.seen and self._judge(*self.seen):
             return DIVERGED
         reason = self._save_for_good(step, state)
-        complete = step == self.cfg.steps and not self.stop.requested
+        complete = step == self.cfg.steps and not self.asked
         if complete:
             # A disk that refused the checkpoint refuses the pictures too, and that is not the news.
             with contextlib.suppress(*([UserError] if reason else [])):
-                self._finish(step, state)
+                complete = self._finish(step, state)
         if reason is not None:
             good = good_steps(self.checkpoints.root)
             kept = f"the last good one is {good[-1]}" if good else "there is none"
             raise UserError(f"{self.checkpoints.root}: checkpoint {step} could not be saved: {reason}; {kept}")
         if complete:
             return DONE
-        why = self.stop.requested or f"stop_after={self.cfg.stop_after}"
+        why = self.asked or f"stop_after={self.cfg.stop_after}"
         self.logger.say(f"{why}: stopped after {step} of {self.cfg.steps} updates; go on with: {self._again()}")
-        return PREEMPTED if self.stop.requested else DONE
+        return PREEMPTED if self.asked else DONE
 
     def _again(self) -> str:
         if good_steps(self.checkpoints.root):
             return f"python -m decomp resume run={figures.shell_path(self.folder)}"
         return f"python -m decomp {run_overrides(self.folder)}".rstrip()
 
-    def _finish(self, step: int, state: State) -> None:
-        """The final evaluation, its table, the figures and the report; of a complete run only what is missing."""
-        if (said := complete(self.folder, step)) is not None:
-            return self.logger.say(said)
+    def _finish(self, step: int, state: State) -> bool:
+        """The final evaluation, its table, the figures and the report; of a complete run only what is missing. False
+        where a signal came before the end."""
+        if (said := processes.from_primary(lambda: complete(self.folder, step))) is not None:
+            self.logger.say(said)
+            return True
         self.logger.say("final evaluation on held-out data")
         result = self._evaluate(step, state)
+        if result is not None and processes.is_primary():
+            self._report(step, result)
+        return result is not None
+
+    def _report(self, step: int, result: Evaluation) -> None:
         figures.save_arrays(self.folder, result.arrays)
         self.logger.table(f"final evaluation after {step} updates, on held-out data", result.metrics)
         self.logger.say(f"report: {figures.report(self.folder)}")

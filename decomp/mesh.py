@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from decomp import processes
 from decomp.config.errors import UserError
 from decomp.config.schema import Mesh as MeshConfig
 
@@ -25,10 +26,19 @@ def prepare_environment(cfg: MeshConfig) -> None:
         keep_heap()
     if not cfg.simulate:
         return
-    wanted = f"--xla_force_host_platform_device_count={cfg.replicate * cfg.fsdp * cfg.tp}"
+    wanted = f"--xla_force_host_platform_device_count={_devices_here(cfg)}"
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "force_host_platform_device_count" not in f]
     os.environ["XLA_FLAGS"] = " ".join([*flags, wanted])
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def _devices_here(cfg: MeshConfig) -> int:
+    """This process's share of the simulated devices."""
+    needed, place = cfg.replicate * cfg.fsdp * cfg.tp, processes.place()
+    count = place.count if place else 1
+    if needed % count:
+        raise UserError(f"mesh: its {needed} devices do not divide over DECOMP_PROCESSES={count}")
+    return needed // count
 
 
 def prepare_simulated(n_devices: int, flags: Mapping[str, str]) -> None:
@@ -56,6 +66,11 @@ def build_mesh(cfg: MeshConfig) -> Any:
         raise UserError(
             f"mesh={shape[0]}x{shape[1]}x{shape[2]} needs {needed} devices and {len(devices)} were found: "
             "`decomp plan` needs none, launcher=slurm asks for them, mesh.simulate=true simulates them on CPU"
+        )
+    if processes.several() and needed < len(devices):
+        raise UserError(
+            f"mesh={shape[0]}x{shape[1]}x{shape[2]} takes {needed} of the {len(devices)} devices that "
+            f"{jax.process_count()} processes have: a mesh of several processes takes all, or mesh=auto"
         )
     return mesh_of(devices, shape)
 

@@ -422,7 +422,7 @@ class Step:
         return jax.shard_map(self.local, mesh=self.mesh, in_specs=(state, target, self.batch_spec), out_specs=out)
 
     def put_batch(self, tokens: np.ndarray) -> Array:
-        """This process's tokens as its part of the global batch."""
+        """The global batch on the devices: every process has all of its tokens and places its own devices' examples."""
         return jax.make_array_from_process_local_data(NamedSharding(self.mesh, self.batch_spec), tokens, tokens.shape)
 
     @property

@@ -1,8 +1,8 @@
 """Signals: the first one lets the step finish and save, a second Ctrl-C ends the process at once.
 
 SIGINT (Ctrl-C), SIGTERM and SIGUSR2 (pre-emption) ask. The training loop looks at ``requested`` after every
-update, in the faithfulness warm-up and around every evaluation, so a signal that arrives during a compile is
-seen when it ends (case 29).
+update, in the faithfulness warm-up and in every evaluation, so a signal that arrives during a compile is seen when it
+ends (case 29). With several processes a signal to any one asks all of them (case 30).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import yaml
 
-from decomp import loop
+from decomp import loop, processes
 from decomp.config.errors import UserError
 from decomp.config.schema import RunConfig
 from decomp.folder import read_config
@@ -93,9 +94,14 @@ class FakeTrainer:
         self.poison = jnp.asarray(poison or (-1,), jnp.int32)
         self.rows = max(2, int(megabytes * 1e6 / 4 / 12 / 3))
         self.hash = "target-1"
-        self._step = jax.jit(self._update, donate_argnums=0)
+        mesh = jax.sharding.Mesh(np.array(jax.devices()), ("device",))
+        self.everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        self._step = jax.jit(self._update, donate_argnums=0, out_shardings=(self.everywhere, None))
 
     def init_state(self) -> State:
+        return jax.jit(self._init, out_shardings=self.everywhere)()
+
+    def _init(self) -> State:
         key = jax.random.key(self.cfg.seed)
         v = jax.random.normal(key, (self.rows, 4, 3), jnp.float32)
         zero = jnp.zeros((), jnp.int32)
@@ -113,9 +119,8 @@ class FakeTrainer:
         return State(decomposition, progress)
 
     def abstract_state(self) -> State:
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        shapes = jax.eval_shape(self.init_state)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+        shapes = jax.eval_shape(self._init)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.everywhere), shapes)
 
     def warmup(self, state: State, n: int) -> tuple[State, dict[str, Any]]:
         stacks = dict(state.decomposition["components"]["4x4_C3"])
@@ -152,8 +157,11 @@ class FakeTrainer:
         }
         return new, metrics
 
-    def evaluate(self, state: State, step: int) -> Evaluation:
-        time.sleep(self.delay)
+    def evaluate(self, state: State, step: int, stopping: Callable[[], bool] = lambda: False) -> Evaluation | None:
+        for _ in range(self.cfg.eval.batches):
+            if stopping():
+                return None
+            time.sleep(self.delay)
         v = np.asarray(state.decomposition["components"]["4x4_C3"]["V"])
         metrics = {"eval/kl_ci": float(np.mean(v**2)), "eval/l0_mean": 2.0, "eval/ce_target": 1.5}
         metrics |= {f"eval/l0/{site}": float(i + 1) for i, site in enumerate(SITES)}
@@ -184,10 +192,11 @@ def main(output_dir: str, *arguments: str) -> int:
     resumed = given.pop("resume", None)
     cfg = config(output_dir, **{key.replace(".", "__"): yaml.safe_load(value) for key, value in given.items()})
     try:
-        if resumed:
-            stored = read_config(Path(resumed)).model_copy(update={"stop_after": None})
-            return loop.resume(stored, Path(resumed), [], lambda c: FakeTrainer(c, poison, **own))
-        return loop.start(cfg, list(arguments), lambda c: FakeTrainer(c, poison, **own))
+        with processes.joined():
+            if resumed:
+                stored = read_config(Path(resumed)).model_copy(update={"stop_after": None})
+                return loop.resume(stored, Path(resumed), [], lambda c: FakeTrainer(c, poison, **own))
+            return loop.start(cfg, list(arguments), lambda c: FakeTrainer(c, poison, **own))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

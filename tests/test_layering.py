@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROWS = (
     {"config"},
     {"schedule"},
+    {"coordinator", "peers", "processes"},
     {"mesh", "aligned"},
     {"placement"},
     {"sites"},
@@ -33,7 +34,7 @@ ROWS = (
     {"folder", "lock", "manifest", "checkpoint"},
     {"logger"},
     {"figures"},
-    {"stop", "retry", "profiler", "trainer"},
+    {"agreement", "stop", "retry", "profiler", "trainer"},
     {"loop"},
     {"build"},
     {"invariance", "plan"},

@@ -166,9 +166,9 @@ class Signalling(FakeTrainer):
         self._maybe("warmup", n)
         return super().warmup(state, n)
 
-    def evaluate(self, state: State, step: int) -> Any:
+    def evaluate(self, state: State, step: int, stopping: Callable[[], bool] = lambda: False) -> Any:
         self._maybe("evaluate", step)
-        return super().evaluate(state, step)
+        return super().evaluate(state, step, stopping)
 
 
 def _signalling(where: str, at: int, sign: signal.Signals = signal.SIGTERM) -> type[Signalling]:

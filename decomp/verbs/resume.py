@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from decomp import mesh
+from decomp import mesh, processes
 from decomp.config import load
 from decomp.config.compose import Command
 from decomp.config.errors import UserError
@@ -36,7 +36,8 @@ def main(command: Command) -> int:
     _refuse_unusable(folder, cfg)
     from decomp.build import build
 
-    return loop.resume(cfg, folder, command.overrides, build)
+    with processes.joined():
+        return loop.resume(cfg, folder, command.overrides, build)
 
 
 def changed(command: Command, stored: RunConfig) -> RunConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decomp import mesh
+from decomp import mesh, processes
 from decomp.config.compose import Command
 from decomp.config.schema import RunConfig
 
@@ -20,4 +20,5 @@ def _here(cfg: RunConfig, overrides: tuple[str, ...]) -> int:
     from decomp import loop
     from decomp.build import build
 
-    return loop.start(cfg, overrides, build)
+    with processes.joined():
+        return loop.start(cfg, overrides, build)
