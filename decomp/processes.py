@@ -276,6 +276,7 @@ def _serve(place: Place) -> subprocess.Popen[bytes]:
     assert child.stdout is not None
     said = child.stdout.readline().decode().strip()
     if said != "ready":
+        child.communicate()
         raise UserError(f"DECOMP_COORDINATOR={place.coordinator}: cannot listen there ({said or 'it ended'})")
     return child
 

@@ -1,11 +1,16 @@
 """A trainer with the real one's interface and state tree, and a quadratic for a model: the loop's test double.
 
 As a script it runs one launch: ``python fake_trainer.py OUTPUT_DIR key=value ...`` (dotted config keys and the
-trainer's own: delay, poison, megabytes, resume).
+trainer's own: delay, poison, megabytes, resume, act). ``act=WHERE:AT:PROCESS:WHAT`` does something to one process as it
+comes to an update, a warm-up or an evaluation: a signal by its name, ``raise``, or ``refuse`` (its files may not grow
+for three updates).
 """
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import yaml
+from jax.sharding import NamedSharding, PartitionSpec
 
 from decomp import loop, processes
 from decomp.config.errors import UserError
@@ -92,14 +98,18 @@ class FakeTrainer:
     def __init__(self, cfg: RunConfig, poison: tuple[int, ...] = (), delay: float = 0.0, megabytes: float = 0.0):
         self.cfg, self.data, self.delay = cfg, Data(cfg), delay
         self.poison = jnp.asarray(poison or (-1,), jnp.int32)
-        self.rows = max(2, int(megabytes * 1e6 / 4 / 12 / 3))
+        self.rows = 2 * max(1, int(megabytes * 1e6 / 4 / 12 / 6))
         self.hash = "target-1"
         mesh = jax.sharding.Mesh(np.array(jax.devices()), ("device",))
-        self.everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        self._step = jax.jit(self._update, donate_argnums=0, out_shardings=(self.everywhere, None))
+        self.everywhere = NamedSharding(mesh, PartitionSpec())
+        self.shapes = jax.eval_shape(self._init)
+        axes = {3: PartitionSpec("device")}  # stacks are split by row, as many processes write them
+        self.placed = jax.tree.map(lambda x: NamedSharding(mesh, axes.get(x.ndim, PartitionSpec())), self.shapes)
+        self._step = jax.jit(self._update, donate_argnums=0, out_shardings=(self.placed, self.everywhere))
+        self._whole = jax.jit(lambda x: x, out_shardings=self.everywhere)
 
     def init_state(self) -> State:
-        return jax.jit(self._init, out_shardings=self.everywhere)()
+        return jax.jit(self._init, out_shardings=self.placed)()
 
     def _init(self) -> State:
         key = jax.random.key(self.cfg.seed)
@@ -119,8 +129,9 @@ class FakeTrainer:
         return State(decomposition, progress)
 
     def abstract_state(self) -> State:
-        shapes = jax.eval_shape(self._init)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.everywhere), shapes)
+        return jax.tree.map(
+            lambda x, placed: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), self.shapes, self.placed
+        )
 
     def warmup(self, state: State, n: int) -> tuple[State, dict[str, Any]]:
         stacks = dict(state.decomposition["components"]["4x4_C3"])
@@ -162,7 +173,7 @@ class FakeTrainer:
             if stopping():
                 return None
             time.sleep(self.delay)
-        v = np.asarray(state.decomposition["components"]["4x4_C3"]["V"])
+        v = np.asarray(self._whole(state.decomposition["components"]["4x4_C3"]["V"]))
         metrics = {"eval/kl_ci": float(np.mean(v**2)), "eval/l0_mean": 2.0, "eval/ce_target": 1.5}
         metrics |= {f"eval/l0/{site}": float(i + 1) for i, site in enumerate(SITES)}
         arrays = {f"mean_ci/{site}": np.abs(v[i, 0]) for i, site in enumerate(SITES)}
@@ -185,18 +196,63 @@ class FakeTrainer:
         return ["C 3 is below the rank 4 of model.layers.0.mlp.down_proj"]
 
 
+class Acting(FakeTrainer):
+    """Something happens to process ``process`` as it comes to update ``at``, or to the warm-up or evaluation there."""
+
+    where, at, process, what = "step", 0, 0, ""
+    done = 0
+
+    def _maybe(self, where: str, at: int) -> None:
+        if (where, at, processes.index()) == (self.where, self.at, self.process):
+            self._act()
+        if self.what == "refuse" and where == "step" and at == self.at + 3:
+            _limit(resource.RLIM_INFINITY)
+
+    def _act(self) -> None:
+        if self.what == "raise":
+            raise ArithmeticError("what a bug says")
+        if self.what == "refuse":
+            return _limit(8192)
+        for name in self.what.split("+"):
+            os.kill(os.getpid(), signal.Signals[name])
+            time.sleep(0.3)  # the watching thread runs
+
+    def step(self, state: State, tokens: np.ndarray) -> tuple[State, dict[str, Any]]:
+        self.done = int(state.progress["step"]) + 1
+        self._maybe("step", self.done)
+        return super().step(state, tokens)
+
+    def warmup(self, state: State, n: int) -> tuple[State, dict[str, Any]]:
+        self._maybe("warmup", n)
+        return super().warmup(state, n)
+
+    def evaluate(self, state: State, step: int, stopping: Callable[[], bool] = lambda: False) -> Evaluation | None:
+        self._maybe("evaluate", step)
+        return super().evaluate(state, step, stopping)
+
+
+def _limit(nbytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+
+
+def acting(text: str) -> type[FakeTrainer]:
+    where, at, process, what = text.split(":")
+    return type("Here", (Acting,), {"where": where, "at": int(at), "process": int(process), "what": what})
+
+
 def main(output_dir: str, *arguments: str) -> int:
     given = dict(text.split("=", 1) for text in arguments)
     own = {"delay": float(given.pop("delay", 0)), "megabytes": float(given.pop("megabytes", 0))}
     poison = tuple(int(p) for p in given.pop("poison", "").split(",") if p)
     resumed = given.pop("resume", None)
+    trainer = acting(given.pop("act")) if "act" in given else FakeTrainer
     cfg = config(output_dir, **{key.replace(".", "__"): yaml.safe_load(value) for key, value in given.items()})
     try:
         with processes.joined():
             if resumed:
                 stored = read_config(Path(resumed)).model_copy(update={"stop_after": None})
-                return loop.resume(stored, Path(resumed), [], lambda c: FakeTrainer(c, poison, **own))
-            return loop.start(cfg, list(arguments), lambda c: FakeTrainer(c, poison, **own))
+                return loop.resume(stored, Path(resumed), [], lambda c: trainer(c, poison, **own))
+            return loop.start(cfg, list(arguments), lambda c: trainer(c, poison, **own))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
