@@ -2,8 +2,8 @@
 
 ``python -P coordinator.py ADDRESS PROCESSES GRACE`` listens and says ``ready``. It lives apart from the primary because
 jax ends every process the moment the service is gone: so the others learn what became of the primary, and end with
-a clear line. Its standard input says when to go: a word at once, the end of the pipe (the primary died) after
-``GRACE`` seconds. Imports nothing but jaxlib.
+a clear line. Its standard input says when to go: a word, soon; the end of the pipe (the primary died), after ``GRACE``
+seconds. Imports nothing but jaxlib.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 
+FAREWELL = 1.0  # seconds for the last ones to close their connections
 NEVER = 10**6  # seconds; decomp/peers.py judges who is alive, and says so in words
 
 
@@ -33,10 +34,9 @@ def main(address: str, processes: str, grace: str) -> int:
         print(" ".join(str(error).split()) or type(error).__name__, flush=True)
         return 1
     print("ready", flush=True)
-    if not sys.stdin.buffer.read(1):
-        time.sleep(float(grace))
+    dead = not sys.stdin.buffer.read(1)
+    time.sleep(float(grace) if dead else FAREWELL)
     del service
-    sys.stdout.flush()
     os._exit(0)  # without the service's own farewell, which waits for processes that may be dead
 
 

@@ -113,12 +113,20 @@ class Group:
                 raise RuntimeError(f"no other process came to {key} within {seconds:.0f} s")
             time.sleep(0.05)
 
-    def part(self) -> None:
-        """All have come to the same end: the coordinator goes last."""
-        self.client.key_value_set(f"decomp/parted/{self.place.index}", "")
+    def meet(self, name: str) -> None:
+        """Waits until every process is here, once per name, for as long as they live."""
+        self.client.key_value_set(f"decomp/meet/{name}/{self.place.index}", "")
         for index in range(self.place.count):
-            self.get(f"decomp/parted/{index}")
+            self.get(f"decomp/meet/{name}/{index}")
+
+    def part(self) -> None:
+        """All have come to the same end: they go, then the primary, then the coordinator."""
+        self.meet("end")
         self.peers.end()
+        if self.place.index == 0:
+            self.meet("gone")
+        else:
+            self.client.key_value_set(f"decomp/meet/gone/{self.place.index}", "")
         self.client.shutdown()
         if self.service is not None and self.service.stdin is not None:
             self.service.stdin.write(b".")

@@ -126,6 +126,11 @@ def _damage_file(step: Path) -> None:
     largest.write_bytes(data)
 
 
+def _truncate_file(step: Path) -> None:
+    largest = max((p for p in (step / "progress").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+
+
 def _delete_file(step: Path) -> None:
     next(p for p in (step / "progress").rglob("*") if p.is_file()).unlink()
 
@@ -135,7 +140,7 @@ def _empty(step: Path) -> None:
     step.mkdir()
 
 
-@pytest.mark.parametrize("harm", [_damage_file, _delete_file, _empty])
+@pytest.mark.parametrize("harm", [_damage_file, _truncate_file, _delete_file, _empty])
 def test_damaged_newest_falls_back_says_so_and_saves_on(run: Run, harm: Callable[[Path], None]) -> None:
     """SPEC K4, case 21; then the same step is saved anew."""
     run.save(10)

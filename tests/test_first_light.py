@@ -76,3 +76,22 @@ def test_a_foreign_model_is_decomposed(decomp_cli: Cli, tmp_path: Path, cached: 
     done = decomp_cli("experiment=smoke", *target, timeout=300, **cached)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(decomp.open_run(runs(tmp_path)[0]).sites) == 15
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_poison_ends_with_exit_3_the_term_and_the_last_good_checkpoint(decomp_cli: Cli, tmp_path: Path) -> None:
+    """SPEC T7 with the real step: a learning rate that no float survives poisons every update after the first."""
+    poison = ("optim.components.lr=1e38", "max_skipped=3", "checkpoint.every=1")
+    done = decomp_cli("experiment=smoke", *poison, timeout=500)
+    assert done.returncode == 3, done.stdout + done.stderr
+    (folder,) = runs(tmp_path)
+    said = done.stdout.splitlines()[-1]
+    assert said.startswith("diverged: faithfulness was not finite in 3 updates in a row, the last one 4"), said
+    assert "step 2: faithfulness was not finite: update skipped (1 in a row)" in done.stdout
+    good = Path(said.rpartition("the last good checkpoint is ")[2])
+    assert good.parent == folder / "checkpoints"
+    opened = decomp.open_run(folder, int(good.name))
+    assert all(np.isfinite(opened.V(site)).all() for site in opened.sites)
+    assert [row["guard/bad_term"] for row in lines(folder)][:2] == [None, "faithfulness"]
+    assert not (folder / "run.lock").exists() and "Traceback" not in done.stderr

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 from fake_trainer import FakeTrainer, State, config
+from several import FAKE
 from small_disk import fill, small_disk
 
 from decomp import loop
@@ -47,6 +47,11 @@ def _final(folder: Path) -> tuple[int, list[bytes]]:
     found = Checkpoints(folder, 2, None, identity(trainer)).restore((abstract.decomposition, abstract.progress))
     assert found is not None
     return found[0], [np.asarray(x).tobytes() for x in jax.tree.leaves(found[1])]
+
+
+def _env() -> dict[str, str]:
+    root = str(Path(__file__).resolve().parents[1])
+    return os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
 
 
 def _metrics(folder: Path) -> list[str]:
@@ -139,6 +144,21 @@ def test_killed_between_checkpoints_equals_uninterrupted(tmp_path: Path, whole: 
     _assert_equal(folder, whole)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("act, saved", [("step:1", 0), ("step:13", 10), ("evaluate:10", 5), ("evaluate:20", 20)])
+def test_kill_9_at_any_moment_equals_uninterrupted(tmp_path: Path, whole: Path, act: str, saved: int) -> None:
+    """SPEC K3, K4, with a real death: in the compile, in training, in an evaluation, in the final one."""
+    arguments = [str(tmp_path), f"act={act}:0:SIGKILL", "delay=0.1"]
+    died = subprocess.run([*FAKE, *arguments], env=_env(), timeout=240, check=False, capture_output=True)
+    assert died.returncode == -signal.SIGKILL, died.stdout + died.stderr
+    (folder,) = (tmp_path / "fake").iterdir()
+    assert (folder / "run.lock").exists()
+    assert max(good_steps(folder / "checkpoints"), default=0) == saved
+    again = _go_on(folder) if saved else loop.run(read_config(folder), folder, FakeTrainer)
+    assert again == DONE
+    _assert_equal(folder, whole)
+
+
 def test_damaged_newest_resumes_from_the_one_before(tmp_path: Path, whole: Path, capsys: Any) -> None:
     """SPEC K4."""
     _, folder = _start(config(tmp_path, stop_after=13))
@@ -212,11 +232,8 @@ def test_a_signal_in_the_warm_up_has_nothing_to_save(tmp_path: Path, whole: Path
 
 def test_ctrl_c_twice_stops_at_once(tmp_path: Path) -> None:
     """Also inside a call that never comes back to Python's own handlers."""
-    script = Path(__file__).with_name("fake_trainer.py")
-    root = str(Path(__file__).resolve().parents[1])
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, script, tmp_path, "delay=60", "loss.faithfulness=null"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as child:
+    command = [*FAKE, str(tmp_path), "delay=60", "loss.faithfulness=null"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_env()) as child:
         assert child.stdout is not None
         watchdog = threading.Timer(60, child.kill)
         watchdog.start()

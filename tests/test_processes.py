@@ -109,6 +109,7 @@ def test_a_signal_to_one_process_saves_one_step_on_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "act, more, saved",
     [
@@ -149,6 +150,7 @@ def _seconds_until_gone(run: Several, survivor: int, victim: int) -> tuple[int, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("where", ["step:8", "evaluate:10"])
 def test_the_death_of_one_ends_the_other(tmp_path: Path, victim: int, where: str) -> None:
@@ -169,6 +171,7 @@ def test_the_death_of_one_ends_the_other(tmp_path: Path, victim: int, where: str
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_what_one_raises_ends_the_others_with_its_words(tmp_path: Path, failing: int) -> None:
     """Case 34: gone within seconds, and the traceback stands in the log of the process that raised."""
@@ -185,6 +188,7 @@ def test_what_one_raises_ends_the_others_with_its_words(tmp_path: Path, failing:
 
 # ---------------------------------------------------------------- saving
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_save_that_fails_on_one_process_fails_on_all_and_is_tried_again(tmp_path: Path) -> None:
     """Case 20 with two writers: the second may not write for three updates; it is never counted."""
     options = ("act=step:10:1:refuse", "megabytes=1", "checkpoint.every=10", "steps=30", "delay=0.3")
