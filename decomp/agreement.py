@@ -27,6 +27,8 @@ class Agreement:
             self._rows = NamedSharding(mesh, PartitionSpec("device"))
             everywhere = NamedSharding(mesh, PartitionSpec())
             self._largest = jax.jit(lambda x: jnp.max(x, axis=0), out_shardings=everywhere)
+            processes.meet()  # see ``mesh.connect``
+            self._before = self._reduce(initial)
 
     def __call__(self, *mine: int) -> tuple[int, ...]:
         if not processes.several():

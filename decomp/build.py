@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from decomp import optim, state
+from decomp import optim, processes, state
 from decomp import placement as pl
 from decomp import sites as st
 from decomp.ci_fn.base import CiFn
@@ -25,7 +25,7 @@ from decomp.data.base import Data
 from decomp.data.stdlib import StdlibData, cache_folder
 from decomp.eval import EvalResult, Evaluator
 from decomp.loss.objective import Model
-from decomp.mesh import build_mesh
+from decomp.mesh import build_mesh, connect
 from decomp.placement import Axes
 from decomp.state import State
 from decomp.step import Step
@@ -126,6 +126,8 @@ def build(cfg: schema.RunConfig) -> Trainer:
     table = site_table(cfg, shape)
     mesh = build_mesh(cfg.mesh)
     use_compilation_cache(mesh)
+    if processes.several():
+        connect(mesh)
     check_batch(cfg, mesh, shape)
     tokenizer = pretrained.load_tokenizer(folder, shape.vocab)
     data = build_data(cfg, tokenizer)

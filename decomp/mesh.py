@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -81,6 +82,33 @@ def mesh_of(devices: Sequence[Any], shape: tuple[int, int, int]) -> Any:
     import numpy as np
 
     return jax.sharding.Mesh(np.array(devices[: math.prod(shape)]).reshape(shape), AXES)
+
+
+def connect(mesh: Any) -> None:
+    """Lets every group of devices that a collective may span meet, so that the first step need not.
+
+    The processes compile at their own pace, and gloo, which connects the CPUs of several processes, gives up where the
+    first collective of a group finds one of them 30 seconds late; later ones may wait for as long as they like.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    live = [axis for axis in AXES if mesh.shape[axis] > 1]
+    groups = [group for n in range(1, len(live) + 1) for group in itertools.combinations(live, n)]
+
+    def sums(x: Any) -> Any:
+        inner = [jax.lax.psum(x, group) for group in groups]
+        rest = [tuple(axis for axis in live if axis not in group) for group in groups]
+        return jnp.stack([jax.lax.psum(y, r) if r else y for y, r in zip(inner, rest, strict=True)])
+
+    spec = jax.sharding.PartitionSpec
+    sharded = jax.shard_map(sums, mesh=mesh, in_specs=spec(tuple(live)), out_specs=spec())
+    ones = jax.ShapeDtypeStruct((mesh.size,), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, spec(tuple(live))))
+    compiled = jax.jit(sharded).lower(ones).compile()
+    here = jax.make_array_from_callback(ones.shape, ones.sharding, lambda index: np.ones(ones.shape, np.float32)[index])
+    processes.meet()
+    jax.block_until_ready(compiled(here))
 
 
 def keep_heap() -> None:

@@ -28,7 +28,7 @@ PATIENCE = "DECOMP_PATIENCE"
 BUG, MISTAKE, INTERRUPTED = 1, 2, 130
 LOST = 1  # exit code where another process died without a word
 POLL_MS = 10_000
-LOST_SIGNS = ("gloo", "nccl", "connection", "coordination service", "socket closed")  # in what jax says of a collective
+LOST_SIGNS = ("gloo", "nccl", "coordination_service", "coordinationservice")  # in what is raised when others are gone
 
 
 class Place(NamedTuple):
@@ -81,7 +81,7 @@ class Group:
         self.client = _connect(place)
         self.farewells: list[Callable[[str], None]] = []
         self.peers = Peers(self.client, place.index, place.count, place.patience, LOST, self.leave)
-        self._decided = 0
+        self.meetings, self._decided = 0, 0
         self._met: dict[str, int] = {}
 
     def from_primary(self, make: Callable[[], Any]) -> Any:
@@ -194,6 +194,13 @@ def is_primary() -> bool:
     return index() == 0
 
 
+def meet() -> None:
+    """Waits until all processes are here, at places that all come to in the same order."""
+    if _group is not None:
+        _group.meetings += 1
+        _group.meet(str(_group.meetings))
+
+
 def from_primary(make: Callable[[], Any]) -> Any:
     """What ``make`` gives on the primary, as JSON carries it, on every process; the others wait.
 
@@ -263,8 +270,9 @@ def describe(error: BaseException) -> News:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether ``error`` is what a collective raises when another process is gone."""
-    return type(error).__name__.endswith("RuntimeError") and any(s in str(error).lower() for s in LOST_SIGNS)
+    """Whether ``error`` is what a collective, or the coordinator, raises when another process is gone."""
+    ours = isinstance(error, UserError) or not isinstance(error, Exception)
+    return not ours and any(sign in str(error).lower() for sign in LOST_SIGNS)
 
 
 # ---------------------------------------------------------------- jax's distributed runtime
