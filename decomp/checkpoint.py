@@ -186,7 +186,10 @@ class Checkpoints:
         return ocp.CheckpointManager(self.root, options=options)
 
     def _barrier(self, *, key: str, timeout_ms: int) -> None:
-        processes.barrier(key, f"save{self._saves}", timeout_ms / 1000)
+        save, failure = f"save{self._saves}", sys.exc_info()[1]
+        if failure is not None:  # orbax waits for the others even where it has failed, and they for it
+            return processes.refuse(save, short_reason(failure))
+        processes.barrier(key, save, timeout_ms / 1000)
 
     def _end(self, step: int, arrays: list[dict[str, Any]], began: float, reason: str | None) -> None:
         """Runs on its own thread: orbax's commit, then the manifest, then retention."""

@@ -218,7 +218,7 @@ def settle(name: str, reason: str | None, commit: Callable[[str | None], Any]) -
     if _group is None:
         return commit(reason)
     group, count = _group, _group.place.count
-    group.client.key_value_set(f"decomp/settle/{name}/{group.place.index}", json.dumps(reason))
+    refuse(name, reason)
     if group.place.index == 0:
         reasons = [json.loads(group.get(f"decomp/settle/{name}/{p}")) for p in range(count)]
         said = [f"process {p}: {r}" if p else r for p, r in enumerate(reasons) if r is not None]
@@ -239,6 +239,13 @@ def tell_interrupted() -> None:
     """A second Ctrl-C ends this process at once; the others follow."""
     if _group is not None:
         _group.peers.tell(News(INTERRUPTED, "interrupted twice: stopped at once, unsaved"))
+
+
+def refuse(name: str, reason: str | None) -> None:
+    """Tells those who wait in ``barrier`` for ``name`` what ``settle`` will be told."""
+    if _group is not None:
+        key = f"decomp/settle/{name}/{_group.place.index}"
+        _group.client.key_value_set(key, json.dumps(reason), allow_overwrite=True)
 
 
 @contextlib.contextmanager

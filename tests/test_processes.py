@@ -155,7 +155,7 @@ def _seconds_until_gone(run: Several, survivor: int, victim: int) -> tuple[int, 
 @pytest.mark.parametrize("where", ["step:8", "evaluate:10"])
 def test_the_death_of_one_ends_the_other(tmp_path: Path, victim: int, where: str) -> None:
     """kill -9 in the middle of training, and while the other one waits for nothing; then both go on."""
-    act = (f"act={where}:{victim}:SIGKILL", "eval.batches=500", "delay=0.03")
+    act = (f"act={where}:{victim}:SIGKILL", "eval.batches=500", "delay=0.3")
     with several(tmp_path, *FAKE, str(tmp_path), *act, DECOMP_PATIENCE=str(PATIENCE)) as run:
         code, seconds = _seconds_until_gone(run, 1 - victim, victim)
         assert code == 1 and seconds < PATIENCE + 10
