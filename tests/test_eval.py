@@ -72,7 +72,13 @@ def made() -> tuple[Step, Any, State, HeldOut, Evaluator]:
 @cache
 def result() -> EvalResult:
     _, _, s, _, evaluator = made()
-    return evaluator.run(s, 3)
+    return evaluated(evaluator, s, 3)
+
+
+def evaluated(evaluator: Evaluator, s: Any, step: int) -> EvalResult:
+    result = evaluator.run(s, step)
+    assert result is not None
+    return result
 
 
 @cache
@@ -201,4 +207,11 @@ def test_statistics_of_importances():
 def test_the_same_draws_at_every_evaluation():
     """Curves of one run compare like with like: neither the training step nor a second call moves a number."""
     *_, s, _, evaluator = made()
-    assert evaluator.run(s, 8).metrics == result().metrics
+    assert evaluated(evaluator, s, 8).metrics == result().metrics
+
+
+def test_an_evaluation_is_left_between_two_batches():
+    *_, s, _, evaluator = made()
+    asked = iter([False, True])
+    assert evaluator.run(s, 8, lambda: next(asked)) is None
+    assert next(asked, None) is None
