@@ -19,6 +19,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from decomp import manifest, upgrade
 from decomp.config import load
 from decomp.config.errors import UserError
 from decomp.config.schema import RunConfig
@@ -133,12 +134,15 @@ def open_folder(path: str | Path) -> Path:
 # ---------------------------------------------------------------- what is written down
 def write_config(folder: Path, cfg: RunConfig) -> None:
     # OmegaConf's writer quotes every text that its reader takes for a number (case 3: 1e5, 010, 12e345).
-    write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(load.to_dict(cfg))))
+    data = {"format": manifest.FORMAT} | load.to_dict(cfg)
+    write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(data)))
 
 
 def read_config(folder: Path) -> RunConfig:
-    """The stored configuration, validated; the only configuration a run reads (case 41)."""
-    return load.run_config(load.read_yaml(folder / CONFIG))
+    """The stored configuration, validated; the only configuration a run reads (case 41). An older format's is upgraded
+    by meaning (case 27)."""
+    data = load.read_yaml(folder / CONFIG)
+    return load.run_config(upgrade.config(data, str(folder / CONFIG)))
 
 
 def record_launch(folder: Path, verb: str, overrides: Sequence[str]) -> None:
