@@ -94,14 +94,14 @@ class Job:
 
 
 def carry_out(job: Job, dst: Path, say: Callable[[str], None] = print) -> None:
-    """Writes, verifies and moves into place; the work of an earlier call that was killed is gone on with.
+    """Writes, verifies and moves into place. What an earlier call has done that was killed is not done again.
 
     Raises UserError for a ``dst`` that holds anything else, a disk that is too small or full, and arrays that do not
     read back bit for bit.
     """
     record = job.stored_record
     if occupied(dst, record):
-        return say(f"{dst}: holds this migration already, whole and verified")
+        return
     work = dst.with_name(f".{dst.name}.migrating")
     with writing(work):
         work.mkdir(parents=True, exist_ok=True)

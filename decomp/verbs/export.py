@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
+from decomp import mesh
 from decomp.config.compose import Command
 from decomp.config.errors import UserError
+from decomp.verbs.values import positive, whole
 
 FORMATS = ("safetensors",)
 
@@ -22,9 +23,8 @@ def main(command: Command) -> int:
     options = command.options
     if options["format"] not in FORMATS:
         raise UserError(f"format={options['format']}: no such format; there is {', '.join(FORMATS)}")
-    step, limit = options["step"], _bytes(options["shard_gb"])
-    if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
-        raise UserError(f"step={step}: must be a whole number, a step of the run")
+    step, limit = whole("step", options["step"]), max(1, int(positive("shard_gb", options["shard_gb"]) * 1e9))
+    mesh.return_heap()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from decomp.exchange import export
     from decomp.folder import open_folder
@@ -35,9 +35,3 @@ def main(command: Command) -> int:
     for line in export.write(found, out, limit):
         print(line)
     return 0
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
-        return max(1, int(value * 1e9))
-    raise UserError(f"shard_gb={value}: must be a number above 0")

@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from decomp import mesh
 from decomp.config.compose import Command
 from decomp.config.errors import UserError
 from decomp.folder import CONFIG
+from decomp.verbs.values import flag, whole
 
 
 def main(command: Command) -> int:
@@ -18,14 +20,17 @@ def main(command: Command) -> int:
     """
     options = command.options
     src, dst = _paths(options)
-    step, dry = _step(options["step"]), _flag(options["dry_run"])
+    step, dry = whole("step", options["step"]), flag("dry_run", options["dry_run"])
+    mesh.return_heap()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # arrays go from disk to disk
     from decomp.exchange import staging
 
     job = _job(command, src, str(options["src"]), step)
     for line in job.told:
         print(line)
-    staging.occupied(dst, job.stored_record)
+    if staging.occupied(dst, job.stored_record):
+        print(f"{dst}: holds this migration already, whole and verified")
+        return 0
     if dry:
         print(f"dry_run=true: {dst} would be written, step {job.step}; nothing is")
         return 0
@@ -55,15 +60,3 @@ def _paths(options: dict[str, Any]) -> tuple[Path, Path]:
     if src.is_dir() and dst.resolve().is_relative_to(src.resolve()):
         raise UserError(f"dst={options['dst']}: lies inside src, where nothing is written: give another folder")
     return src, dst
-
-
-def _step(value: Any) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-        return value
-    raise UserError(f"step={value}: must be a whole number, at least 0")
-
-
-def _flag(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise UserError(f"dry_run={value}: must be true or false")
