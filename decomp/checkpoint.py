@@ -343,7 +343,7 @@ CHUNK = 2**25  # bytes that are compressed at once: a stack in one piece would n
 class ItemWriter:
     """Writes one item array by array, for states that do not fit in memory; goes on after a kill at any moment.
 
-    ``add`` returns when the array is on the disk; the item appears when ``finish`` returns, never before. ``written``
+    ``add`` returns when its arrays are on the disk; the item appears when ``finish`` returns, never before. ``written``
     has the paths of the arrays that are there already. The one writer of ``item``; OSError and the like from the disk.
     """
 
@@ -364,14 +364,14 @@ class ItemWriter:
     def finished(self) -> bool:
         return self.item.is_dir()
 
-    def add(self, path: Keys, array: np.ndarray | Tree) -> None:
-        """One more array, or an empty dictionary; ``path`` leads to it. Holds no copy of it when it returns."""
+    def add(self, leaves: Mapping[Keys, np.ndarray | Tree]) -> None:
+        """More arrays, or empty dictionaries, each with the path that leads to it. Holds no copy when it returns."""
         context = v1.Context()
         context.array.saving.storage_options.chunk_byte_size = CHUNK
         context.memory.deepcopy_host_arrays = False  # nobody changes it: this returns when it is written
         with context:
-            v1.partial.save(str(self._parts), _nested({path: array}))
-        self.written.add(path)
+            v1.partial.save(str(self._parts), _nested(leaves))
+        self.written |= set(leaves)
 
     def finish(self) -> None:
         self._joining.touch()

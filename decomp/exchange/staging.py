@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from decomp.checkpoint import SAVE_ERRORS, ItemWriter, Keys, human, read_leaf, require_space, short_reason
+from decomp.checkpoint import CHUNK, SAVE_ERRORS, ItemWriter, Keys, human, read_leaf, require_space, short_reason
 from decomp.config.errors import UserError
 from decomp.folder import explain, write_text, writing
 from decomp.lock import RunLock
@@ -107,7 +107,7 @@ def carry_out(job: Job, dst: Path, say: Callable[[str], None] = print) -> None:
         work.mkdir(parents=True, exist_ok=True)
     with RunLock(work):
         _claim(work, record, dst)
-        require_space(work, max(0, job.nbytes - _held(work)))
+        require_space(work, max(0, job.nbytes - _held(work / "checkpoints")))
         try:
             _write(job, work / "checkpoints" / str(job.step), say)
             job.fill(work)
@@ -146,15 +146,15 @@ def _read(path: Path) -> Any:
         return None
 
 
-def _held(work: Path) -> int:
-    return sum(p.stat().st_size for p in work.rglob("*") if p.is_file())
+def _held(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
 
 def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
     for item in dict.fromkeys(a.path[0] for a in job.arrays):
         _write_item(job, folder / item, say)
-    for n, array in enumerate(job.arrays, 1):
-        say(f"verify {n}/{len(job.arrays)}: {array.label}")
+    for array in job.arrays:
+        say(f"verify {array.label}")
         stored = read_leaf(folder / array.path[0], array.path[1:], array.shape, array.dtype)
         if array.differs(stored):
             raise UserError(
@@ -167,19 +167,31 @@ def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
     write_manifest(folder, job.step, job.identity, arrays, origin)
 
 
+def _batches(arrays: list[Array]) -> Iterator[list[Array]]:
+    """Small arrays together, a large one alone: a file or two for each of a thousand scalars helps nobody."""
+    batch: list[Array] = []
+    for array in arrays:
+        if batch and sum(a.nbytes for a in batch) + array.nbytes > CHUNK:
+            yield batch
+            batch = []
+        batch.append(array)
+    if batch:
+        yield batch
+
+
 def _write_item(job: Job, item: Path, say: Callable[[str], None]) -> None:
-    arrays = [a for a in job.arrays if a.path[0] == item.name]
     writer = ItemWriter(item)
     if writer.finished:
         return
+    arrays = [a for a in job.arrays if a.path[0] == item.name and a.path[1:] not in writer.written]
+    empty = {p[1:]: {} for p in job.empty if p[0] == item.name and p[1:] not in writer.written}
     try:
-        for n, array in enumerate(arrays, 1):
-            if array.path[1:] not in writer.written:
-                say(f"write {n}/{len(arrays)}: {array.label}")
-                writer.add(array.path[1:], array.whole())
-        for path in job.empty:
-            if path[0] == item.name and path[1:] not in writer.written:
-                writer.add(path[1:], {})
+        if empty:
+            writer.add(empty)
+        for batch in _batches(arrays):
+            for array in batch:
+                say(f"write {array.label}")
+            writer.add({array.path[1:]: array.whole() for array in batch})
         writer.finish()
     except UserError:
         raise
