@@ -410,11 +410,11 @@ def item_leaves(item: Path) -> dict[Keys, tuple[tuple[int, ...], np.dtype]]:
 
 def read_leaf(item: Path, path: Keys, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """One array of an orbax item as numpy, without reading another."""
-    like = np.broadcast_to(np.zeros((), dtype), shape)  # costs no memory and asks orbax for numpy
+    like = _nested({path: np.broadcast_to(np.zeros((), dtype), shape)})  # which costs no memory
+    as_numpy = _nested({path: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)})  # whatever devices it came from
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as door:
-        tree = door.restore(
-            item.absolute(), args=ocp.args.PyTreeRestore(item=_nested({path: like}), partial_restore=True)
-        )
+        wanted = ocp.args.PyTreeRestore(item=like, restore_args=as_numpy, partial_restore=True)
+        tree = door.restore(item.absolute(), args=wanted)
     for key in path:
         tree = tree[key]
     return tree

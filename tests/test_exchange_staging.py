@@ -353,7 +353,7 @@ print("PEAK", between - before, peak() - before)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_memory_is_that_of_one_stack_not_of_a_tree(tmp_path: Path) -> None:
-    """430 MB of factors in four stacks of at most 67 MB: the peak is a few stacks, far below one tree."""
+    """540 MB of factors in fourteen stacks of at most 68 MB: the peak is a few stacks, far below one tree."""
     from test_data import byte_tokenizer
     from test_pretrained import tensors_of
 
@@ -365,7 +365,7 @@ def test_memory_is_that_of_one_stack_not_of_a_tree(tmp_path: Path) -> None:
         max_positions=64,
     )  # fmt: skip
     pretrained.save_folder(tmp_path / "model", shape, tensors_of(shape), byte_tokenizer("<|endoftext|>"), separator=0)
-    tensors = _random_factors(shape, 1024)
+    tensors = _random_factors(shape)
     sharded(tmp_path / "big", tensors)
     first = {name: x for name, x in tensors.items() if ".layers.0." in name}
     safetensors(tmp_path / "small.safetensors", first)
@@ -379,16 +379,21 @@ def test_memory_is_that_of_one_stack_not_of_a_tree(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("PEAK")]
     migrated, exported = (int(word) for word in line.split()[1:])
-    stack = 32 * 1024 * 512 * 4  # gate and up: U [32, 1024, 512]
-    assert tree > 5 * stack
-    assert max(migrated, exported) < 3 * stack, (migrated / stack, exported / stack, tree / stack)
-    assert same(bits(decomp.open_run(tmp_path / "run")), _random_factors(shape, 1024))
+    stack = 16 * 2056 * 512 * 4  # the largest, of up_proj
+    print(
+        f"peak of migrate {migrated / stack:.2f}, of export {exported / stack:.2f}, the tree {tree / stack:.2f} stacks"
+    )
+    assert tree > 7 * stack
+    assert max(migrated, exported) < 3.5 * stack
+    assert same(bits(decomp.open_run(tmp_path / "run")), _random_factors(shape))
     shutil.rmtree(tmp_path / "big")
 
 
-def _random_factors(shape: Any, C: int) -> dict[str, np.ndarray]:
+def _random_factors(shape: Any) -> dict[str, np.ndarray]:
+    """Each kind has its own C, and so its own stacks."""
     rng, out = np.random.default_rng(0), {}
     for m in shape.matrices():
+        C = 2016 + 8 * list(shape.kinds).index(m.kind)
         out[f"{m.name}.V"] = rng.standard_normal((m.d_in, C), dtype=np.float32)
         out[f"{m.name}.U"] = rng.standard_normal((C, m.d_out), dtype=np.float32)
     return out

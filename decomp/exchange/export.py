@@ -191,7 +191,8 @@ import json
 import numpy as np
 from safetensors import safe_open
 
-files = json.load(open("{index}"))["weight_map"]
+with open("{index}") as file:
+    files = json.load(file)["weight_map"]
 
 
 def tensor(name):
