@@ -31,29 +31,29 @@ _ENVIRONMENT = ("XLA_", "JAX_", "CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "SLURM_N
 
 
 # ---------------------------------------------------------------- errors of the file system, in one line
-def explain(error: OSError, path: Path) -> UserError:
-    """What a person can do about ``error`` met while working on ``path``."""
+def explain(error: OSError, path: Path, option: str = "output_dir") -> UserError:
+    """What a person can do about ``error`` met while working on ``path``, which ``option`` chose."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT:
-            fix = "free some space, or choose another disk with output_dir=..."
+            fix = f"free some space, or choose another disk with {option}=..."
             return UserError(f"{path}: the disk is full ({reason}): {fix}")
         case errno.EACCES | errno.EPERM | errno.EROFS:
-            return UserError(f"{path}: cannot write there ({reason}): choose another folder with output_dir=...")
+            return UserError(f"{path}: cannot write there ({reason}): choose another folder with {option}=...")
         case errno.ENOTDIR | errno.EEXIST:
-            return UserError(f"{path}: not a folder: move that file away, or choose another folder with output_dir=...")
+            return UserError(f"{path}: not a folder: move that file away, or choose another folder with {option}=...")
         case errno.ENOENT:
             return UserError(f"{path}: gone ({reason}): was the run folder moved or deleted?")
     return UserError(f"{path}: {reason}")
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path, option: str = "output_dir") -> Iterator[None]:
     """Turns an operating-system error into the one line of ``explain``."""
     try:
         yield
     except OSError as error:
-        raise explain(error, Path(error.filename) if error.filename else path) from error
+        raise explain(error, Path(error.filename) if error.filename else path, option) from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -202,6 +202,23 @@ def test_a_bit_that_reads_back_wrong_is_found(
     assert damage_of(tmp_path / ".run.migrating/checkpoints/0") is not None
 
 
+def test_work_that_was_damaged_after_a_kill_is_not_taken(
+    src: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "read_leaf", dying(_die, staging, "read_leaf", 0, "", 0))
+        with pytest.raises(Killed):
+            staging.carry_out(job(src, model), tmp_path / "run", silent)
+    item = tmp_path / ".run.migrating" / "checkpoints" / "0" / "decomposition"
+    data = [p for p in item.rglob("*") if p.is_file() and p.parent.name == "d"]
+    for file in data:
+        os.truncate(file, 20)
+    assert data
+    with pytest.raises(UserError, match=rf"does not read back.*Delete {tmp_path}/.run.migrating and start again"):
+        staging.carry_out(job(src, model), tmp_path / "run", silent)
+    assert not (tmp_path / "run").exists()
+
+
 def test_bits_not_values_are_compared() -> None:
     x = np.asarray([[np.nan, 0.0]], np.float32)
     array = staging.Array(("a", "b"), x.shape, x.dtype, lambda: iter([(..., x)]))
@@ -326,27 +343,29 @@ def test_kill_9_at_any_moment(src: Path, model: Path, tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- memory
 MEMORY = """
-import resource, sys
-from dataclasses import replace
+import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-import numpy as np
-import test_exchange_staging as t
 from decomp.verbs import export, migrate
 from decomp.config.compose import Command
 from exchange_source import command
 
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def memory(name):  # getrusage would give the peak of the process that started this one
+    (line,) = [line for line in open("/proc/self/status") if line.startswith(name)]
+    return int(line.split()[1]) * 1024
+
+def added(module, command):
+    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+    before = memory("VmRSS:")
+    assert module.main(command) == 0
+    return memory("VmHWM:") - before
 
 tmp = Path({tmp!r})
 small = command(tmp / "small.safetensors", tmp / "small", tmp / "model")
-assert migrate.main(small) == 0  # everything is imported and compiled
-before = peak()
-assert migrate.main(command(tmp / "big", tmp / "run", tmp / "model")) == 0
-between = peak()
-assert export.main(Command("export", (f"run={{tmp / 'run'}}", f"out={{tmp / 'out'}}", "shard_gb=0.02"))) == 0
-print("PEAK", between - before, peak() - before)
+assert migrate.main(small) == 0  # everything is imported
+migrated = added(migrate, command(tmp / "big", tmp / "run", tmp / "model"))
+exported = added(export, Command("export", (f"run={{tmp / 'run'}}", f"out={{tmp / 'out'}}", "shard_gb=0.02")))
+print("PEAK", migrated, exported)
 """
 
 
@@ -384,7 +403,7 @@ def test_memory_is_that_of_one_stack_not_of_a_tree(tmp_path: Path) -> None:
         f"peak of migrate {migrated / stack:.2f}, of export {exported / stack:.2f}, the tree {tree / stack:.2f} stacks"
     )
     assert tree > 7 * stack
-    assert max(migrated, exported) < 3.5 * stack
+    assert max(migrated, exported) < 3 * stack
     assert same(bits(decomp.open_run(tmp_path / "run")), _random_factors(shape))
     shutil.rmtree(tmp_path / "big")
 

@@ -90,6 +90,8 @@ def test_mistakes_of_migrate_are_one_line(model: Path, tmp_path: Path) -> None:
     assert "step=-1: must be a whole number" in refused(migrate, *fit, f"dst={tmp_path}/run", "step=-1")
     assert "dry_run=1: must be true or false" in refused(migrate, *fit, f"dst={tmp_path}/run", "dry_run=1")
     assert "target.path: is required" in refused(migrate, f"src={src}", f"dst={tmp_path}/run", "target=llama8b")
+    (tmp_path / "file").write_text("x")
+    assert "choose another folder with dst=..." in refused(migrate, *fit, f"dst={tmp_path}/file/run")
     assert f"dst={model}: exists already" in refused(migrate, *fit, f"dst={model}")
     assert not (tmp_path / "run").exists()
 
@@ -124,6 +126,8 @@ def test_mistakes_of_export_are_one_line(migrated: Path, tmp_path: Path) -> None
     assert "shard_gb=0: must be a number above 0" in refused(export, run, "shard_gb=0")
     assert "not a run folder" in refused(export, f"run={tmp_path}")
     assert "no such folder" in refused(export, f"run={tmp_path}/nothing")
+    (tmp_path / "file").write_text("x")
+    assert "choose another folder with out=..." in refused(export, run, f"out={tmp_path}/file/out")
     assert f"out={migrated}: exists already" in refused(export, run, f"out={migrated}")
 
 

@@ -78,7 +78,7 @@ def write(found: Found, out: Path, limit: int) -> Iterator[str]:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"out={out}: exists already: give a folder that does not, with out=...")
     part = out.with_name(f".{out.name}.exporting")
-    with writing(part):
+    with writing(part, "out"):
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     require_space(part, found.nbytes)
@@ -90,7 +90,7 @@ def write(found: Found, out: Path, limit: int) -> Iterator[str]:
         (part / "README.md").write_text(page(found), encoding="utf-8")
         os.rename(part, out)
     except OSError as error:
-        raise explain(error, part) from error
+        raise explain(error, part, "out") from error
     yield f"{out}: step {found.step}, {len(found.table)} sites, {human(found.nbytes)}; see README.md there"
 
 

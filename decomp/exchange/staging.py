@@ -103,7 +103,7 @@ def carry_out(job: Job, dst: Path, say: Callable[[str], None] = print) -> None:
     if occupied(dst, record):
         return
     work = dst.with_name(f".{dst.name}.migrating")
-    with writing(work):
+    with writing(work, "dst"):
         work.mkdir(parents=True, exist_ok=True)
     with RunLock(work):
         _claim(work, record, dst)
@@ -112,8 +112,8 @@ def carry_out(job: Job, dst: Path, say: Callable[[str], None] = print) -> None:
             _write(job, work / "checkpoints" / str(job.step), say)
             job.fill(work)
         except OSError as error:
-            raise explain(error, work) from error
-    with writing(dst):
+            raise explain(error, work, "dst") from error
+    with writing(dst, "dst"):
         os.rename(work, dst)  # onto nothing, or an empty folder
 
 
@@ -155,13 +155,11 @@ def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
         _write_item(job, folder / item, say)
     for array in job.arrays:
         say(f"verify {array.label}")
-        stored = read_leaf(folder / array.path[0], array.path[1:], array.shape, array.dtype)
-        if array.differs(stored):
+        if not _reads_back(array, folder):
             raise UserError(
                 f"{folder}: {'/'.join(array.path)} does not read back as the source has it: did the source "
                 f"change, or is the disk failing? Delete {folder.parents[1]} and start again"
             )
-        del stored
     arrays = [{"path": list(a.path), "shape": list(a.shape), "dtype": str(a.dtype)} for a in job.arrays]
     origin = {name: job.record[name] for name in ("src", "layout")}
     write_manifest(folder, job.step, job.identity, arrays, origin)
@@ -177,6 +175,14 @@ def _batches(arrays: list[Array]) -> Iterator[list[Array]]:
         batch.append(array)
     if batch:
         yield batch
+
+
+def _reads_back(array: Array, folder: Path) -> bool:
+    try:
+        stored = read_leaf(folder / array.path[0], array.path[1:], array.shape, array.dtype)
+    except SAVE_ERRORS:  # a file of ours is damaged or gone
+        return False
+    return not array.differs(stored)
 
 
 def _write_item(job: Job, item: Path, say: Callable[[str], None]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -20,6 +21,8 @@ import tiny  # noqa: E402
 from decomp import folder, manifest  # noqa: E402
 from decomp.checkpoint import Checkpoints  # noqa: E402
 from decomp.config.compose import compose, group_options  # noqa: E402
+from decomp.config.schema import RunConfig  # noqa: E402
+from decomp.sites import SiteTable  # noqa: E402
 
 KINDS = ("k_proj", "down_proj")
 
@@ -51,14 +54,14 @@ def main() -> None:
     checkpoints.close()
 
 
-def _state(cfg):  # the state of a real step, with values that say where they belong
+def _state(cfg: RunConfig) -> tuple[Any, SiteTable]:
+    """The state of a real step, with values that say where they belong."""
     step, _ = tiny.make(cfg)
-    state = tiny.init(step)
-    pair = dict(zip(manifest.ITEMS, state, strict=True))
-    return tuple(_filled(pair[item], (item,)) for item in manifest.ITEMS), step.model.table
+    pair = zip(manifest.ITEMS, tiny.init(step), strict=True)
+    return tuple(_filled(tree, (item,)) for item, tree in pair), step.model.table
 
 
-def _filled(tree, path):
+def _filled(tree: Any, path: tuple[str, ...]) -> Any:
     if isinstance(tree, dict):
         return {key: _filled(value, (*path, key)) for key, value in tree.items()}
     import jax.numpy as jnp
