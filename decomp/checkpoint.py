@@ -9,6 +9,7 @@ none of which orbax notices (DESIGN 6).
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import shutil
@@ -26,6 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint import v1
 
 from decomp.config.errors import UserError
 from decomp.manifest import (
@@ -37,11 +39,13 @@ from decomp.manifest import (
     good_steps,
     read_manifest,
     refuse_other,
+    refuse_other_format,
     step_folders,
     write_manifest,
 )
 
 ASIDE = ".aside"
+Keys = tuple[str, ...]  # to an array, through nested dictionaries
 SAVE_ERRORS = (OSError, ValueError, RuntimeError)  # what orbax and tensorstore raise for a disk; a bug is a TypeError
 
 
@@ -241,6 +245,7 @@ def restore_decomposition(folder: Path, step: int | None = None) -> tuple[int, T
     if found is None:
         raise UserError(f"{root}: " + (_list(damage) if damage else "no checkpoint yet"))
     manifest = read_manifest(root / str(found))
+    refuse_other_format(root / str(found), manifest)
     tree: Tree = {}
     for entry in manifest["arrays"]:
         item, *path = entry["path"]
@@ -329,3 +334,112 @@ def short_reason(error: BaseException) -> str:
         if sign in text:
             return f"{sign.lower()}: {text}" if len(text) < 200 else sign.lower()
     return text[:200] or type(error).__name__
+
+
+# ---------------------------------------------------------------- one array at a time
+CHUNK = 2**25  # bytes that are compressed at once: a stack in one piece would need its size again
+
+
+class ItemWriter:
+    """Writes one item array by array, for states that do not fit in memory; goes on after a kill at any moment.
+
+    ``add`` returns when its arrays are on the disk; the item appears when ``finish`` returns, never before. ``written``
+    has the paths of the arrays that are there already. The one writer of ``item``; OSError and the like from the disk.
+    """
+
+    def __init__(self, item: Path):
+        self.item = item.absolute()
+        self._parts = self.item.with_name(f"{item.name}.parts")  # where orbax collects what it is given
+        self._unfinished = self.item.with_name(f"{item.name}.parts.partial_save")
+        self._joining = self.item.with_name(f"{item.name}.joining")
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        self.item.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in self.item.parent.glob(f"{item.name}.parts*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(leftover)
+        if self._joining.exists():
+            self._after_a_kill()
+        self.written = {path for meta in self._unfinished.glob("*/*/_METADATA") for path in _paths(meta)}
+
+    @property
+    def finished(self) -> bool:
+        return self.item.is_dir()
+
+    def add(self, leaves: Mapping[Keys, np.ndarray | Tree]) -> None:
+        """More arrays, or empty dictionaries, each with the path that leads to it. Holds no copy when it returns."""
+        context = v1.Context()
+        context.array.saving.storage_options.chunk_byte_size = CHUNK
+        context.memory.deepcopy_host_arrays = False  # nobody changes it: this returns when it is written
+        with context:
+            v1.partial.save(str(self._parts), _nested(leaves))
+        self.written |= set(leaves)
+
+    def finish(self) -> None:
+        self._joining.touch()
+        v1.partial.finalize(str(self._parts))
+        self._move()
+
+    def _move(self) -> None:
+        if not self.item.exists():
+            (found,) = self._parts.glob("*/_METADATA")
+            os.replace(found.parent, self.item)
+        shutil.rmtree(self._parts, ignore_errors=True)
+        self._joining.unlink()
+
+    def _after_a_kill(self) -> None:
+        """Orbax joins the parts by renames that nobody can go on with: all are done, or the parts are lost."""
+        if self.item.exists() or self._parts.exists():
+            return self._move()
+        shutil.rmtree(self._unfinished, ignore_errors=True)
+        self._joining.unlink()
+
+
+def item_leaves(item: Path) -> dict[Keys, tuple[tuple[int, ...], np.dtype]]:
+    """Path -> (shape, dtype) of every array of an orbax item, whoever wrote it; reads no array. ValueError for none."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as door:
+        tree = door.metadata(item.absolute()).item_metadata
+    if tree is None:
+        raise ValueError("no orbax tree")
+    found = jax.tree_util.tree_flatten_with_path(tree.tree, is_leaf=lambda x: hasattr(x, "dtype"))[0]
+    return {
+        tuple(str(getattr(k, "key", getattr(k, "idx", k))) for k in keys): (tuple(x.shape), np.dtype(x.dtype))
+        for keys, x in found
+        if hasattr(x, "shape")
+    }
+
+
+def read_leaf(item: Path, path: Keys, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """One array of an orbax item as numpy, without reading another."""
+    like = _nested({path: np.broadcast_to(np.zeros((), dtype), shape)})  # which costs no memory
+    as_numpy = _nested({path: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)})  # whatever devices it came from
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as door:
+        wanted = ocp.args.PyTreeRestore(item=like, restore_args=as_numpy, partial_restore=True)
+        tree = door.restore(item.absolute(), args=wanted)
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def require_space(root: Path, nbytes: int) -> None:
+    """UserError where the disk of ``root`` has not ``nbytes`` free, before anything is begun."""
+    if (free := _free(root)) < nbytes:
+        raise UserError(f"{root}: needs {human(nbytes)} and the disk has {human(free)} free: free some space first")
+
+
+def _nested(leaves: Mapping[Keys, Any]) -> Tree:
+    tree: Tree = {}
+    for path, leaf in leaves.items():
+        _set(tree, list(path), leaf)
+    return tree
+
+
+def _paths(metadata: Path) -> list[Keys]:
+    """The paths in an orbax ``_METADATA``."""
+    entries = json.loads(metadata.read_text())["tree_metadata"].values()
+    return [tuple(str(key["key"]) for key in entry["key_metadata"]) for entry in entries]
+
+
+def empty_nodes(item: Path) -> list[Keys]:
+    """Paths of the empty dictionaries of an item that checkpoint.py wrote: they are part of what restores onto it."""
+    leaves = item_leaves(item)
+    return [path for path in _paths(item / "_METADATA") if path not in leaves]

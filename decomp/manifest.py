@@ -38,12 +38,22 @@ def good_steps(root: Path) -> list[int]:
 
 
 # ---------------------------------------------------------------- the manifest
-def write_manifest(folder: Path, step: int, identity: Mapping[str, Any], arrays: list[dict[str, Any]]) -> int:
-    """Makes ``folder`` a checkpoint; returns its bytes. The rename is the moment of commitment."""
+def write_manifest(
+    folder: Path,
+    step: int,
+    identity: Mapping[str, Any],
+    arrays: list[dict[str, Any]],
+    origin: Mapping[str, Any] | None = None,
+) -> int:
+    """Makes ``folder`` a checkpoint; returns its bytes. The rename is the moment of commitment.
+
+    ``origin`` says where a checkpoint comes from that no training wrote (``migrate``).
+    """
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
     sums = _checksums(folder, names)
     files = {name: [(folder / name).stat().st_size, crc] for name, crc in zip(names, sums, strict=True)}
     body = {"format": FORMAT, "step": step, "identity": dict(identity), "arrays": arrays, "files": files}
+    body |= {"origin": dict(origin)} if origin else {}
     part = folder / f"{MANIFEST}.part"
     with part.open("w", encoding="utf-8") as file:
         json.dump(body | {"crc": _crc_of(body)}, file, indent=1)
@@ -115,10 +125,11 @@ def refuse_other(
     folder: Path, manifest: Mapping[str, Any], identity: Mapping[str, Any], abstract: tuple[Tree, Tree]
 ) -> None:
     """UserError that names what differs between a checkpoint and what is being restored (case 25)."""
-    if manifest["format"] > FORMAT:
+    refuse_other_format(folder, manifest)
+    if not any(entry["path"][0] == "progress" for entry in manifest["arrays"]):
         raise UserError(
-            f"{folder}: written by a newer decomp (checkpoint format {manifest['format']}, this version reads up to "
-            f"{FORMAT}): update decomp"
+            f"{folder}: holds a decomposition and no progress, so there is no training to go on with: "
+            f"start a run from it with init_from={folder.parents[1]}"
         )
     differing = list(differences(manifest["identity"], json.loads(json.dumps(identity))))
     if not differing:
@@ -126,6 +137,21 @@ def refuse_other(
     if differing:
         more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise UserError(f"{folder}: another decomposition's checkpoint: {'; '.join(differing[:3])}{more}")
+
+
+def refuse_other_format(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """UserError for a checkpoint that is not of the present format, with the way on."""
+    if manifest["format"] > FORMAT:
+        raise UserError(newer(str(folder), manifest["format"]))
+    if manifest["format"] < FORMAT:
+        raise UserError(
+            f"{folder}: has the older checkpoint format {manifest['format']}, and this version reads {FORMAT}: "
+            f"bring it there first with: python -m decomp migrate src={folder.parents[1]} dst=NEW_FOLDER"
+        )
+
+
+def newer(what: str, version: Any) -> str:
+    return f"{what}: written by a newer decomp (format {version}, this version reads up to {FORMAT}): update decomp"
 
 
 def differences(stored: Any, present: Any, path: str = "") -> Iterator[str]:

@@ -81,3 +81,12 @@ def keep_heap() -> None:
         mallopt(m_mmap_max, 0)
         mallopt(m_trim_threshold, 2**31 - 1)
         mallopt(m_arena_max, 1)
+
+
+def return_heap() -> None:
+    """The opposite, for work that reads and writes one large array after another: what is freed leaves the process."""
+    m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h; left alone, glibc raises the second to what it saw freed
+    with contextlib.suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(m_mmap_threshold, 2**22)
+        mallopt(m_trim_threshold, 2**22)

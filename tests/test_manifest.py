@@ -104,5 +104,5 @@ def test_a_newer_format_is_refused_not_damaged(step: Path, monkeypatch: pytest.M
     write_manifest(step, 7, IDENTITY, ARRAYS)
     monkeypatch.setattr(manifest, "FORMAT", 1)
     assert damage_of(step) is None
-    with pytest.raises(UserError, match=r"newer decomp \(checkpoint format 2.*up to 1\): update"):
+    with pytest.raises(UserError, match=r"newer decomp \(format 2.*up to 1\): update"):
         refuse_other(step, read_manifest(step), IDENTITY, ({}, {}))
