@@ -70,7 +70,8 @@ class Checkpoints:
     """The checkpoints of one run folder, for its one writer.
 
     ``identity`` is plain JSON that must be equal when restoring (site table, hashes of target and data).
-    ``say`` receives warnings. Every method runs on the training thread; one thread of ours ends a save.
+    ``say`` receives warnings; ``best`` gives the best of some steps, on any thread. Every method runs on the training
+    thread; one thread of ours ends a save.
     """
 
     def __init__(
@@ -80,9 +81,11 @@ class Checkpoints:
         keep_every: int | None,
         identity: Mapping[str, Any],
         say: Callable[[str], None] = print,
+        best: Callable[[Iterable[int]], int | None] = lambda _: None,
     ):
         self.root = folder.absolute() / "checkpoints"
         self.keep_last, self.keep_every, self.identity, self.say = keep_last, keep_every, dict(identity), say
+        self.best = best
         self._events: SimpleQueue[Saved | Failed] = SimpleQueue()
         self._manager: ocp.CheckpointManager | None = None
         self._ending: threading.Thread | None = None
@@ -188,12 +191,13 @@ class Checkpoints:
 
     # ------------------------------------------------------------ retention
     def _retire(self, newest: int) -> None:
-        """Deletes what is neither among the newest ``keep_last`` nor a multiple of ``keep_every`` (case 28).
+        """Deletes what is neither among the newest ``keep_last``, nor a multiple of ``keep_every`` (case 28), nor best.
 
         Runs only after ``newest`` is whole, so the only good checkpoint is never the one deleted.
         """
         steps = good_steps(self.root)
         kept = set(steps[-self.keep_last :]) | {s for s in steps if self.keep_every and s % self.keep_every == 0}
+        kept |= {self.best(steps)}
         for step in set(steps) - kept - {newest}:
             (self.root / str(step) / MANIFEST).unlink(missing_ok=True)  # half deleted is never a checkpoint
             shutil.rmtree(self.root / str(step), ignore_errors=True)
@@ -228,7 +232,7 @@ class Checkpoints:
         manifest = read_manifest(self.root / str(found))
         refuse_other(self.root / str(found), manifest, self.identity, abstract)
         restored = tuple(
-            _restore_item(self.root / str(found) / item, tree) for item, tree in zip(ITEMS, abstract, strict=True)
+            restore_item(self.root / str(found) / item, tree) for item, tree in zip(ITEMS, abstract, strict=True)
         )
         for later in [s for s in step_folders(self.root) if s > found]:
             self._set_aside(later, "damaged" if later in damage else "later")
@@ -253,7 +257,7 @@ def restore_decomposition(folder: Path, step: int | None = None) -> tuple[int, T
             # A broadcast zero costs no memory and asks orbax for numpy, which needs no device.
             leaf = np.broadcast_to(np.zeros((), jax.numpy.dtype(entry["dtype"])), entry["shape"])
             _set(tree, path, leaf)
-    return found, _restore_item(root / str(found) / "decomposition", tree), manifest
+    return found, restore_item(root / str(found) / "decomposition", tree), manifest
 
 
 def _hush_closed_loops() -> None:
@@ -277,7 +281,7 @@ def _open_manager(root: Path) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(root, options=ocp.CheckpointManagerOptions(max_to_keep=None, create=True))
 
 
-def _restore_item(path: Path, abstract: Tree) -> Tree:
+def restore_item(path: Path, abstract: Tree) -> Tree:
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as door:
         return door.restore(path, args=ocp.args.StandardRestore(abstract))
 
