@@ -43,6 +43,7 @@ from decomp.manifest import (
     step_folders,
     write_manifest,
 )
+from decomp.mesh import returning_large_blocks
 
 ASIDE = ".aside"
 Keys = tuple[str, ...]  # to an array, through nested dictionaries
@@ -250,14 +251,18 @@ def restore_decomposition(folder: Path, step: int | None = None) -> tuple[int, T
         raise UserError(f"{root}: " + (_list(damage) if damage else "no checkpoint yet"))
     manifest = read_manifest(root / str(found))
     refuse_other_format(root / str(found), manifest)
+    return found, read_item(root / str(found), "decomposition"), manifest
+
+
+def read_item(checkpoint: Path, item: str) -> Tree:
+    """One item of a whole checkpoint as numpy arrays, without devices; its bytes and no others are read."""
     tree: Tree = {}
-    for entry in manifest["arrays"]:
-        item, *path = entry["path"]
-        if item == "decomposition":
+    for entry in read_manifest(checkpoint)["arrays"]:
+        if entry["path"][0] == item:
             # A broadcast zero costs no memory and asks orbax for numpy, which needs no device.
             leaf = np.broadcast_to(np.zeros((), jax.numpy.dtype(entry["dtype"])), entry["shape"])
-            _set(tree, path, leaf)
-    return found, restore_item(root / str(found) / "decomposition", tree), manifest
+            _set(tree, entry["path"][1:], leaf)
+    return restore_item(checkpoint / item, tree)
 
 
 def _hush_closed_loops() -> None:
@@ -282,7 +287,11 @@ def _open_manager(root: Path) -> ocp.CheckpointManager:
 
 
 def restore_item(path: Path, abstract: Tree) -> Tree:
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as door:
+    # What orbax reads at once comes on top of what it gives: no more than the largest array (case 26).
+    largest = max((x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract)), default=0)
+    limit: Any = 1.01 * max(largest, 2**20) / 1e9
+    handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=limit)
+    with returning_large_blocks(), ocp.Checkpointer(handler) as door:
         return door.restore(path, args=ocp.args.StandardRestore(abstract))
 
 

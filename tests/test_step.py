@@ -146,6 +146,7 @@ def test_the_logged_learning_rate_is_the_applied_one(at: int):
     assert log["schedule/coeff_adversarial"] == pytest.approx(1 - at / 9, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_a_run_extended_with_hold_is_the_same_program():
     """T2, K3: no update before the old end knows of the longer run; stretched, the schedules are others."""
 
