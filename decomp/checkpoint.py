@@ -262,7 +262,7 @@ def read_item(checkpoint: Path, item: str) -> Tree:
             # A broadcast zero costs no memory and asks orbax for numpy, which needs no device.
             leaf = np.broadcast_to(np.zeros((), jax.numpy.dtype(entry["dtype"])), entry["shape"])
             _set(tree, entry["path"][1:], leaf)
-    return restore_item(checkpoint / item, tree)
+    return restore_item(checkpoint / item, tree, partly=True)  # empty dictionaries are not in the manifest
 
 
 def _hush_closed_loops() -> None:
@@ -286,13 +286,16 @@ def _open_manager(root: Path) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(root, options=ocp.CheckpointManagerOptions(max_to_keep=None, create=True))
 
 
-def restore_item(path: Path, abstract: Tree) -> Tree:
+def restore_item(path: Path, abstract: Tree, partly: bool = False) -> Tree:
+    """The arrays of ``abstract`` (with shardings, or numpy) from an item that has exactly these, or ``partly`` more."""
     # What orbax reads at once comes on top of what it gives: no more than the largest array (case 26).
     largest = max((x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract)), default=0)
     limit: Any = 1.01 * max(largest, 2**20) / 1e9
-    handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=limit)
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)
+    restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+    args = ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args, partial_restore=partly)
     with returning_large_blocks(), ocp.Checkpointer(handler) as door:
-        return door.restore(path, args=ocp.args.StandardRestore(abstract))
+        return door.restore(path, args=args)
 
 
 def newest_whole(root: Path, items: Iterable[str], step: int | None) -> tuple[int | None, dict[int, str]]:

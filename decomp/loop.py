@@ -25,6 +25,7 @@ from decomp.folder import check_output, create, environment, record_launch, run_
 from decomp.lock import RunLock
 from decomp.logger import Logger, open_logger, read_metrics
 from decomp.manifest import good_steps
+from decomp.mesh import peak_memory
 from decomp.stop import Stop
 
 DONE, DIVERGED, PREEMPTED = 0, 3, 75
@@ -325,6 +326,8 @@ class Run:
         if self.seen and self._judge(*self.seen):
             return DIVERGED
         reason = self._save_for_good(step, state)
+        if (peak := peak_memory(jax.local_devices())) is not None:
+            self.logger.say(peak)
         complete = step == self.cfg.steps and not self.stop.requested
         if complete:
             # A disk that refused the checkpoint refuses the pictures too, and that is not the news.

@@ -70,6 +70,17 @@ def mesh_of(devices: Sequence[Any], shape: tuple[int, int, int]) -> Any:
     return jax.sharding.Mesh(np.array(devices[: math.prod(shape)]).reshape(shape), AXES)
 
 
+def peak_memory(devices: Sequence[Any]) -> str | None:
+    """The most that any of ``devices`` has held, and which one; None where they do not tell, as on CPU (case 19)."""
+    told = [(stats, device) for device in devices if (stats := device.memory_stats()) and "peak_bytes_in_use" in stats]
+    if not told:
+        return None
+    stats, device = max(told, key=lambda pair: pair[0]["peak_bytes_in_use"])
+    limit = f" of {stats['bytes_limit'] / 1e9:.2f}" if "bytes_limit" in stats else ""
+    used = f"{stats['peak_bytes_in_use'] / 1e9:.2f}{limit} GB"
+    return f"peak memory: {used} on device {device.id}, the most of {len(told)} devices"
+
+
 def keep_heap() -> None:
     """Tells glibc's malloc to keep what one step frees for the next one; without effect on other systems.
 

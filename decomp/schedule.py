@@ -21,7 +21,7 @@ def value(schedule: Schedule, step: int | Int[Array, ""], steps: int, dtype: Any
     holds after it."""
     if not isinstance(schedule, Curve):
         return jnp.asarray(schedule, dtype)
-    t = jnp.asarray(step, dtype) / max(steps - 1, 1)
+    t = jnp.asarray(step, dtype) / (steps - 1) if steps > 1 else jnp.zeros((), dtype)
     knots = schedule.knots
     out = jnp.asarray(knots[0].frac, dtype)  # before the first knot its value holds
     for before, knot in zip(knots, knots[1:], strict=False):

@@ -35,15 +35,15 @@ def runs(root: Path, experiment: str = "smoke") -> list[Path]:
     return sorted((root / "outputs" / experiment).iterdir())
 
 
-def same_checkpoints(first: Path, second: Path) -> None:
+def same_checkpoints(first: Path, second: Path, step: int) -> None:
     """Every array of both items: parameters, moments, sources, averages, counts."""
     arrays = read_manifest(first)["arrays"]
     assert arrays == read_manifest(second)["arrays"]
     for item in ITEMS:
         a, b = (read_item(folder, item) for folder in (first, second))
         jax.tree.map(np.testing.assert_array_equal, a, b)
-    assert int(a["step"]) == 20 and float(np.abs(a["frequency"]["mean"]["q_proj"]).sum()) > 0
-    assert len(jax.tree.leaves(a["sources"]["adversarial"])) > 3
+    progress = read_item(first, "progress")
+    assert int(progress["step"]) == step and len(jax.tree.leaves(progress["sources"]["adversarial"])) > 3
 
 
 @pytest.fixture
@@ -75,11 +75,43 @@ def test_a_run_and_a_resumed_run_are_the_same_run(decomp_cli: Cli, tmp_path: Pat
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
 
     assert lines(second) == lines(first)
-    same_checkpoints(first / "checkpoints" / "20", second / "checkpoints" / "20")
+    same_checkpoints(first / "checkpoints" / "20", second / "checkpoints" / "20", 20)
+    assert read_item(first / "checkpoints" / "20", "progress")["frequency"]["mean"]["q_proj"].any()
     a = decomp.open_run(first)
     assert a.step == 20 and len(a.sites) == 21
     d_in, d_out = a.V(a.sites[0]).shape[0], a.U(a.sites[0]).shape[1]
     assert (d_in, d_out) == (64, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_is_extended_and_begun_with(decomp_cli: Cli, tmp_path: Path, cached: dict[str, str]) -> None:
+    """T2, DESIGN 5: extended with hold it is the old run, bit for bit, up to the old end; a new run begins with it."""
+
+    def ran(*texts: str) -> str:
+        done = decomp_cli(*texts, timeout=300, **cached)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    ran("experiment=smoke")
+    (first,) = runs(tmp_path)
+    ran("experiment=smoke", "stop_after=5")
+    second = next(r for r in runs(tmp_path) if r != first)
+    ran("resume", f"run={second}", "steps=12", "stop_after=8")
+    same_checkpoints(first / "checkpoints" / "8", second / "checkpoints" / "8", 8)
+    assert lines(second) == [line for line in lines(first) if "eval/kl_ci" not in line or line["step"] < 8]
+    assert "final evaluation after 12 updates" in ran("resume", f"run={second}", "extend=hold")
+    rates = [line["lr/components"] for line in lines(second) if "lr/components" in line]
+    assert rates[7:] == [rates[7]] * 5 and len(set(rates[:8])) > 4
+
+    said = ran("experiment=smoke", f"init_from={second}", "init_from_step=8", "steps=2", "eval.every=2", "seed=1")
+    assert f"begins with the decomposition of {second} after 8 updates" in said
+    third = next(r for r in runs(tmp_path) if r not in (first, second))
+    began, old = lines(third)[0], [line for line in lines(second) if line["step"] == 9]
+    assert began["loss/faithfulness"] == old[0]["loss/faithfulness"]  # of the components alone, before their update
+    refused = decomp_cli("experiment=smoke", f"init_from={first}", "sites=mlp", timeout=120, **cached)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert "model.layers.0.self_attn.q_proj is there only" in refused.stderr
 
 
 @pytest.mark.timeout(600)
