@@ -101,7 +101,7 @@ def return_heap() -> None:
 
 @contextlib.contextmanager
 def returning_large_blocks() -> Iterator[None]:
-    """``return_heap`` for a while: malloc takes each large block from the system and gives it back as soon as it is free.
+    """``return_heap`` for a while: malloc takes each large block from the system and gives it back when it is free.
 
     For reading much into arrays that stay: buffers in between would otherwise leave holes in the heap, of half the
     arrays' size and more, that nothing fills.
