@@ -43,6 +43,7 @@ from decomp.manifest import (
     step_folders,
     write_manifest,
 )
+from decomp.mesh import returning_large_blocks
 
 ASIDE = ".aside"
 Keys = tuple[str, ...]  # to an array, through nested dictionaries
@@ -70,7 +71,8 @@ class Checkpoints:
     """The checkpoints of one run folder, for its one writer.
 
     ``identity`` is plain JSON that must be equal when restoring (site table, hashes of target and data).
-    ``say`` receives warnings. Every method runs on the training thread; one thread of ours ends a save.
+    ``say`` receives warnings; ``best`` gives the best of some steps, on any thread. Every method runs on the training
+    thread; one thread of ours ends a save.
     """
 
     def __init__(
@@ -80,9 +82,11 @@ class Checkpoints:
         keep_every: int | None,
         identity: Mapping[str, Any],
         say: Callable[[str], None] = print,
+        best: Callable[[Iterable[int]], int | None] = lambda _: None,
     ):
         self.root = folder.absolute() / "checkpoints"
         self.keep_last, self.keep_every, self.identity, self.say = keep_last, keep_every, dict(identity), say
+        self.best = best
         self._events: SimpleQueue[Saved | Failed] = SimpleQueue()
         self._manager: ocp.CheckpointManager | None = None
         self._ending: threading.Thread | None = None
@@ -188,12 +192,13 @@ class Checkpoints:
 
     # ------------------------------------------------------------ retention
     def _retire(self, newest: int) -> None:
-        """Deletes what is neither among the newest ``keep_last`` nor a multiple of ``keep_every`` (case 28).
+        """Deletes what is neither among the newest ``keep_last``, nor a multiple of ``keep_every`` (case 28), nor best.
 
         Runs only after ``newest`` is whole, so the only good checkpoint is never the one deleted.
         """
         steps = good_steps(self.root)
         kept = set(steps[-self.keep_last :]) | {s for s in steps if self.keep_every and s % self.keep_every == 0}
+        kept |= {self.best(steps)}
         for step in set(steps) - kept - {newest}:
             (self.root / str(step) / MANIFEST).unlink(missing_ok=True)  # half deleted is never a checkpoint
             shutil.rmtree(self.root / str(step), ignore_errors=True)
@@ -228,7 +233,7 @@ class Checkpoints:
         manifest = read_manifest(self.root / str(found))
         refuse_other(self.root / str(found), manifest, self.identity, abstract)
         restored = tuple(
-            _restore_item(self.root / str(found) / item, tree) for item, tree in zip(ITEMS, abstract, strict=True)
+            restore_item(self.root / str(found) / item, tree) for item, tree in zip(ITEMS, abstract, strict=True)
         )
         for later in [s for s in step_folders(self.root) if s > found]:
             self._set_aside(later, "damaged" if later in damage else "later")
@@ -246,14 +251,18 @@ def restore_decomposition(folder: Path, step: int | None = None) -> tuple[int, T
         raise UserError(f"{root}: " + (_list(damage) if damage else "no checkpoint yet"))
     manifest = read_manifest(root / str(found))
     refuse_other_format(root / str(found), manifest)
+    return found, read_item(root / str(found), "decomposition"), manifest
+
+
+def read_item(checkpoint: Path, item: str) -> Tree:
+    """One item of a whole checkpoint as numpy arrays, without devices; its bytes and no others are read."""
     tree: Tree = {}
-    for entry in manifest["arrays"]:
-        item, *path = entry["path"]
-        if item == "decomposition":
+    for entry in read_manifest(checkpoint)["arrays"]:
+        if entry["path"][0] == item:
             # A broadcast zero costs no memory and asks orbax for numpy, which needs no device.
             leaf = np.broadcast_to(np.zeros((), jax.numpy.dtype(entry["dtype"])), entry["shape"])
-            _set(tree, path, leaf)
-    return found, _restore_item(root / str(found) / "decomposition", tree), manifest
+            _set(tree, entry["path"][1:], leaf)
+    return restore_item(checkpoint / item, tree, partly=True)  # empty dictionaries are not in the manifest
 
 
 def _hush_closed_loops() -> None:
@@ -277,9 +286,16 @@ def _open_manager(root: Path) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(root, options=ocp.CheckpointManagerOptions(max_to_keep=None, create=True))
 
 
-def _restore_item(path: Path, abstract: Tree) -> Tree:
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as door:
-        return door.restore(path, args=ocp.args.StandardRestore(abstract))
+def restore_item(path: Path, abstract: Tree, partly: bool = False) -> Tree:
+    """The arrays of ``abstract`` (with shardings, or numpy) from an item that has exactly these, or ``partly`` more."""
+    # What orbax reads at once comes on top of what it gives: no more than the largest array (case 26).
+    largest = max((x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract)), default=0)
+    limit: Any = 1.01 * max(largest, 2**20) / 1e9
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)
+    restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+    args = ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args, partial_restore=partly)
+    with returning_large_blocks(), ocp.Checkpointer(handler) as door:
+        return door.restore(path, args=args)
 
 
 def newest_whole(root: Path, items: Iterable[str], step: int | None) -> tuple[int | None, dict[int, str]]:

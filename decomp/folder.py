@@ -112,23 +112,23 @@ def create(cfg: RunConfig, overrides: Sequence[str] = ()) -> Path:
     return folder
 
 
-def open_folder(path: str | Path) -> Path:
-    """The absolute run folder at ``path``; UserError where there is none, or it cannot be read."""
+def open_folder(path: str | Path, key: str = "run") -> Path:
+    """The absolute run folder at ``path``, given as ``key``; UserError where there is none, or it cannot be read."""
     folder = Path(path).expanduser().absolute()
     if not folder.is_dir():
-        raise UserError(f"run={path}: no such folder: give a run folder, outputs/<experiment>/<run_id>")
+        raise UserError(f"{key}={path}: no such folder: give a run folder, outputs/<experiment>/<run_id>")
     try:
         there = (folder / CONFIG).is_file() and os.access(folder / CONFIG, os.R_OK)
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise UserError(f"run={path}: cannot be read ({os.strerror(error.errno or 0)})") from error
+        raise UserError(f"{key}={path}: cannot be read ({os.strerror(error.errno or 0)})") from error
     if there:
         return folder
     if CONFIG in names:
-        raise UserError(f"run={path}: {CONFIG} cannot be read: permission denied")
+        raise UserError(f"{key}={path}: {CONFIG} cannot be read: permission denied")
     inside = [name for name in names if (folder / name / CONFIG).is_file()]
     hint = f"; did you mean {Path(path) / inside[-1]}?" if inside else ": give outputs/<experiment>/<run_id>"
-    raise UserError(f"run={path}: not a run folder (it has no {CONFIG}){hint}")
+    raise UserError(f"{key}={path}: not a run folder (it has no {CONFIG}){hint}")
 
 
 # ---------------------------------------------------------------- what is written down

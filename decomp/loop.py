@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from decomp import figures
+from decomp import figures, init_from
+from decomp.best import Best
 from decomp.checkpoint import Checkpoints, Failed, Saved, human, tree_bytes
 from decomp.config.errors import UserError
 from decomp.config.schema import RunConfig
@@ -24,6 +25,7 @@ from decomp.folder import check_output, create, environment, record_launch, run_
 from decomp.lock import RunLock
 from decomp.logger import Logger, open_logger, read_metrics
 from decomp.manifest import good_steps
+from decomp.mesh import peak_memory
 from decomp.stop import Stop
 
 DONE, DIVERGED, PREEMPTED = 0, 3, 75
@@ -80,25 +82,27 @@ Build = Callable[[RunConfig], Trainer]
 def start(cfg: RunConfig, overrides: Sequence[str], build: Build) -> int:
     """A new run: output folder checked, trainer built, folder minted, then ``run``. Returns the exit code."""
     check_output(cfg)
+    cfg = init_from.pinned(cfg)
     trainer = build(cfg)  # before the folder: a target that does not load leaves nothing behind
+    if (origin := init_from.find(cfg)) is not None:
+        init_from.check(origin, trainer.table.to_json(), trainer.abstract_state().decomposition)
     return run(cfg, create(cfg, overrides), lambda _: trainer)
 
 
 def resume(cfg: RunConfig, folder: Path, overrides: Sequence[str], build: Build) -> int:
-    """Goes on with a stopped run; what was changed is written down once the lock is held."""
+    """Goes on with a stopped run; what was changed is written down once its checkpoint is found to fit."""
 
-    def recorded(cfg: RunConfig) -> Trainer:
-        trainer = build(cfg)
+    def record() -> None:
         write_config(folder, cfg)
         record_launch(folder, "resume", overrides)
-        return trainer
 
-    return run(cfg, folder, recorded)
+    return run(cfg, folder, build, record)
 
 
-def run(cfg: RunConfig, folder: Path, build: Build) -> int:
+def run(cfg: RunConfig, folder: Path, build: Build, record: Callable[[], None] = lambda: None) -> int:
     """Trains in ``folder`` from its newest whole checkpoint, or from the beginning. Returns the exit code.
 
+    ``record`` is called when the state is there and nothing has been trained.
     0: done, or stopped by ``stop_after``; 3: diverged; 75: a signal came and the state is saved. UserError for
     what a person can mend (exit code 2).
     """
@@ -106,7 +110,7 @@ def run(cfg: RunConfig, folder: Path, build: Build) -> int:
         logger = stack.enter_context(contextlib.closing(open_logger(folder, cfg.steps, cfg.logger.progress)))
         stop = stack.enter_context(Stop(logger.say, lock.release))
         try:
-            return Run(build(cfg), folder, lock, logger, stop).train()
+            return Run(build(cfg), folder, lock, logger, stop, record).train()
         except UserError as error:
             logger.note(f"error: {error}")  # __main__ prints it; the log keeps it
             raise
@@ -128,7 +132,7 @@ def evaluated(folder: Path, step: int) -> bool:
 def complete(folder: Path, steps: int) -> str | None:
     """What to say of a run that has nothing left to do; None while it has."""
     saved = steps in good_steps(folder / "checkpoints")
-    if not (saved and evaluated(folder, steps) and figures.is_reported(folder)):
+    if not (saved and evaluated(folder, steps) and figures.is_reported(folder, steps)):
         return None
     return f"{folder}: complete, all {steps} updates are done; see {figures.REPORT} there"
 
@@ -136,11 +140,15 @@ def complete(folder: Path, steps: int) -> str | None:
 class Run:
     """One process's work on a run folder, from restoring to the last table."""
 
-    def __init__(self, trainer: Trainer, folder: Path, lock: RunLock, logger: Logger, stop: Stop):
+    def __init__(
+        self, trainer: Trainer, folder: Path, lock: RunLock, logger: Logger, stop: Stop, record: Callable[[], None]
+    ):
         self.trainer, self.cfg = trainer, trainer.cfg
-        self.folder, self.lock, self.logger, self.stop = folder, lock, logger, stop
-        every = self.cfg.checkpoint
-        self.checkpoints = Checkpoints(folder, every.keep_last, every.keep_every, identity(trainer), logger.say)
+        self.folder, self.lock, self.logger, self.stop, self.record = folder, lock, logger, stop, record
+        keep, self.best = self.cfg.checkpoint, Best(self.cfg.checkpoint, logger.say)
+        self.checkpoints = Checkpoints(
+            folder, keep.keep_last, keep.keep_every, identity(trainer), logger.say, self.best.of
+        )
         self.retry = Retry()
         self.seen: tuple[int, dict[str, Any]] | None = None  # step and guard counters still on the device
 
@@ -178,7 +186,7 @@ class Run:
         if self.lock.lost:
             raise UserError(f"{self.folder}: another process has taken this run over: this one stops")
         if last or step % cfg.logger.every == 0:
-            self.logger.metrics(step, self._fetch(metrics))
+            self._log(step, self._fetch(metrics))
         if not last and step % cfg.eval.every == 0 and not self.stop.requested:
             self._evaluate(step, state)
         self._report_saves(self.checkpoints.poll())
@@ -193,11 +201,12 @@ class Run:
         abstract = self.trainer.abstract_state()
         self.checkpoints.check_space(tree_bytes(abstract))
         found = self.checkpoints.restore(tuple(abstract))
+        self.record()
+        self.logger.cut(found[0] if found else 0)
+        self.best.read(self.folder)
         if found is None:
-            self.logger.cut(0)
-            return self._warm_up(self.trainer.init_state()), 0
+            return self._fresh(abstract), 0
         step, pair = found
-        self.logger.cut(step)
         self.logger.say(f"resumed from checkpoint {step}")
         state = type(abstract)(*pair)
         if step < self.cfg.steps and step % self.cfg.eval.every == 0 and not evaluated(self.folder, step):
@@ -215,6 +224,17 @@ class Run:
             say(report.rstrip())
         for warning in trainer.warnings():
             say(f"warning: {warning}")
+
+    def _fresh(self, abstract: State) -> State | None:
+        """The state before the first update; None when a signal came in the faithfulness warm-up."""
+        state, origin = self.trainer.init_state(), init_from.find(self.cfg)
+        if origin is None:
+            return self._warm_up(state)
+        init_from.tell(origin, self.trainer.target_hash(), self.logger.say)
+        table = self.trainer.table.to_json()
+        decomposition = init_from.restore(origin, table, abstract.decomposition, state.decomposition)
+        init_from.record(origin, self.folder)
+        return type(state)(decomposition, state.progress)
 
     def _warm_up(self, state: State) -> State | None:
         """Faithfulness warm-up (SPEC T6). A signal leaves nothing to save: its optimizer is not kept."""
@@ -262,9 +282,13 @@ class Run:
     def _evaluate(self, step: int, state: State) -> Evaluation:
         result = self.trainer.evaluate(state, step)
         if not evaluated(self.folder, step):
-            self.logger.metrics(step, result.metrics)
+            self._log(step, result.metrics)
         self.logger.pause()
         return result
+
+    def _log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.logger.metrics(step, metrics)
+        self.best.see(step, metrics)
 
     # ------------------------------------------------------------ saving
     def _save(self, step: int, state: State) -> None:
@@ -302,6 +326,8 @@ class Run:
         if self.seen and self._judge(*self.seen):
             return DIVERGED
         reason = self._save_for_good(step, state)
+        if (peak := peak_memory(jax.local_devices())) is not None:
+            self.logger.say(peak)
         complete = step == self.cfg.steps and not self.stop.requested
         if complete:
             # A disk that refused the checkpoint refuses the pictures too, and that is not the news.
@@ -328,8 +354,10 @@ class Run:
             return self.logger.say(said)
         self.logger.say("final evaluation on held-out data")
         result = self._evaluate(step, state)
-        figures.save_arrays(self.folder, result.arrays)
+        figures.save_arrays(self.folder, step, result.arrays)
         self.logger.table(f"final evaluation after {step} updates, on held-out data", result.metrics)
+        if (best := self.best.of(good_steps(self.checkpoints.root))) is not None:
+            self.logger.say(f"best checkpoint by {self.best.metric}: {best} ({self.best.values[best]:.4g})")
         self.logger.say(f"report: {figures.report(self.folder)}")
 
 
