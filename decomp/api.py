@@ -17,13 +17,17 @@ from decomp.folder import open_folder, read_config
 
 @dataclass(frozen=True)
 class OpenRun:
-    """The decomposition of one checkpoint. ``arrays`` is {components: {group: {V, U}}, ci_fn: ...} as stored."""
+    """The decomposition of one checkpoint. ``arrays`` is {components: {group: {V, U}}, ci_fn: ...} as stored.
+
+    ``origin`` is None for a checkpoint of training; of a migrated one it is {src, layout}.
+    """
 
     folder: Path
     step: int
     config: RunConfig
     table: dict[str, dict[str, Any]]
     arrays: dict[str, Any]
+    origin: dict[str, str] | None = None
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -37,6 +41,14 @@ class OpenRun:
     def U(self, site: str) -> Float[np.ndarray, "C d_out"]:
         """The site's output directions, one row per component."""
         return self._factor(site, "U")
+
+    @property
+    def ci_fn(self) -> dict[str, Any]:
+        """The CI function's arrays. UserError where there is none: other layouts hold components alone."""
+        if "ci_fn" not in self.arrays:
+            src = self.origin["src"] if self.origin else "elsewhere"
+            raise UserError(f"{self.folder}: has no CI function: its components come from {src}, which has none")
+        return self.arrays["ci_fn"]
 
     def _factor(self, site: str, factor: str) -> np.ndarray:
         if site not in self.table:
@@ -52,4 +64,4 @@ def open_run(path: str | Path, step: int | None = None) -> OpenRun:
     """
     folder = open_folder(path)
     found, arrays, manifest = restore_decomposition(folder, step)
-    return OpenRun(folder, found, read_config(folder), manifest["identity"]["sites"], arrays)
+    return OpenRun(folder, found, read_config(folder), manifest["identity"]["sites"], arrays, manifest.get("origin"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -87,8 +87,8 @@ class Trainer:
         return self.training.term_names
 
     def placement_report(self) -> str:
-        sizes = dict(self.mesh.shape)
-        return pl.report({"state": self.training.leaves, "target": self.training.target_leaves}, sizes)
+        sizes, t = dict(self.mesh.shape), self.training
+        return pl.report({"state": t.leaves, "target": t.target_leaves}, sizes, waypoints(t, sizes))
 
     def optimizer_report(self) -> str:
         return self.training.groups.report()
@@ -249,6 +249,14 @@ def build_step(cfg: schema.RunConfig, mesh: Mesh, shape: LlamaShape, table: st.S
         {"components": dims[0], "ci_fn": dims[1]}, n_positions, cfg.seed,
     )  # fmt: skip
     return Step(mesh, model, ci_fn, groups, leaves, target_leaves, cfg, compute)
+
+
+def waypoints(step: Step, sizes: Mapping[str, int]) -> dict[str, dict[str, pl.Dims]]:
+    """Mesh axes of what the step makes of each trainable leaf on its way, by the names of the placement table."""
+    rest = {n: x.dims(sizes) for n, x in optim.flatten(step.leaves.decomposition, pl.is_leaf).items()}
+    muon = {n: d for n, d in rest.items() if step.groups.rule(n) == "muon"}
+    named = lambda of, some: {f"state/decomposition/{n}": of(d) for n, d in some.items()}  # noqa: E731
+    return {"compute copy": named(pl.copied, rest), "Newton-Schulz": named(pl.whole_matrices, muon)}
 
 
 def build_groups(cfg: schema.RunConfig, table: st.SiteTable, decomposition: Any) -> optim.GroupTable:

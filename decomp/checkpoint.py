@@ -9,6 +9,7 @@ none of which orbax notices (DESIGN 6).
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import shutil
@@ -26,6 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint import v1
 
 from decomp import processes
 from decomp.config.errors import UserError
@@ -38,11 +40,14 @@ from decomp.manifest import (
     good_steps,
     read_manifest,
     refuse_other,
+    refuse_other_format,
     step_folders,
     write_manifest,
 )
+from decomp.mesh import returning_large_blocks
 
 ASIDE = ".aside"
+Keys = tuple[str, ...]  # to an array, through nested dictionaries
 SAVE_ERRORS = (OSError, ValueError, RuntimeError)  # what orbax and tensorstore raise for a disk; a bug is a TypeError
 
 
@@ -67,9 +72,10 @@ class Checkpoints:
     """The checkpoints of one run folder, for its one writer.
 
     ``identity`` is plain JSON that must be equal when restoring (site table, hashes of target and data).
-    ``say`` receives warnings. Every method runs on the training thread; one thread of ours ends a save. With several
-    processes each has one and calls the same methods in the same order; files other than its own parts of arrays are
-    touched by the primary alone, and a save is good, or has failed, on all of them.
+    ``say`` receives warnings; ``best`` gives the best of some steps, on any thread. Every method runs on the training
+    thread; one thread of ours ends a save. With several processes each has one and calls the same methods in the same
+    order; files other than its own parts of arrays are touched by the primary alone, and a save is good, or has failed,
+    on all of them.
     """
 
     def __init__(
@@ -79,9 +85,11 @@ class Checkpoints:
         keep_every: int | None,
         identity: Mapping[str, Any],
         say: Callable[[str], None] = print,
+        best: Callable[[Iterable[int]], int | None] = lambda _: None,
     ):
         self.root = folder.absolute() / "checkpoints"
         self.keep_last, self.keep_every, self.identity, self.say = keep_last, keep_every, dict(identity), say
+        self.best = best
         self._events: SimpleQueue[Saved | Failed] = SimpleQueue()
         self._manager: ocp.CheckpointManager | None = None
         self._ending: threading.Thread | None = None
@@ -244,12 +252,13 @@ class Checkpoints:
 
     # ------------------------------------------------------------ retention
     def _retire(self, newest: int) -> None:
-        """Deletes what is neither among the newest ``keep_last`` nor a multiple of ``keep_every`` (case 28).
+        """Deletes what is neither among the newest ``keep_last``, nor a multiple of ``keep_every`` (case 28), nor best.
 
         Runs only after ``newest`` is whole, so the only good checkpoint is never the one deleted.
         """
         steps = good_steps(self.root)
         kept = set(steps[-self.keep_last :]) | {s for s in steps if self.keep_every and s % self.keep_every == 0}
+        kept |= {self.best(steps)}
         for step in set(steps) - kept - {newest}:
             (self.root / str(step) / MANIFEST).unlink(missing_ok=True)  # half deleted is never a checkpoint
             shutil.rmtree(self.root / str(step), ignore_errors=True)
@@ -285,7 +294,7 @@ class Checkpoints:
         manifest = read_manifest(self.root / str(found))
         refuse_other(self.root / str(found), manifest, self.identity, abstract)
         restored = tuple(
-            _restore_item(self.root / str(found) / item, tree) for item, tree in zip(ITEMS, abstract, strict=True)
+            restore_item(self.root / str(found) / item, tree) for item, tree in zip(ITEMS, abstract, strict=True)
         )
         for later in [s for s in step_folders(self.root) if s > found] if processes.is_primary() else ():
             self._set_aside(later, "damaged" if later in damage else "later")
@@ -302,14 +311,19 @@ def restore_decomposition(folder: Path, step: int | None = None) -> tuple[int, T
     if found is None:
         raise UserError(f"{root}: " + (_list(damage) if damage else "no checkpoint yet"))
     manifest = read_manifest(root / str(found))
+    refuse_other_format(root / str(found), manifest)
+    return found, read_item(root / str(found), "decomposition"), manifest
+
+
+def read_item(checkpoint: Path, item: str) -> Tree:
+    """One item of a whole checkpoint as numpy arrays, without devices; its bytes and no others are read."""
     tree: Tree = {}
-    for entry in manifest["arrays"]:
-        item, *path = entry["path"]
-        if item == "decomposition":
+    for entry in read_manifest(checkpoint)["arrays"]:
+        if entry["path"][0] == item:
             # A broadcast zero costs no memory and asks orbax for numpy, which needs no device.
             leaf = np.broadcast_to(np.zeros((), jax.numpy.dtype(entry["dtype"])), entry["shape"])
-            _set(tree, path, leaf)
-    return found, _restore_item(root / str(found) / "decomposition", tree), manifest
+            _set(tree, entry["path"][1:], leaf)
+    return restore_item(checkpoint / item, tree, partly=True)  # empty dictionaries are not in the manifest
 
 
 def _hush_closed_loops() -> None:
@@ -328,9 +342,16 @@ def _hush_closed_loops() -> None:
     sys.unraisablehook = hook
 
 
-def _restore_item(path: Path, abstract: Tree) -> Tree:
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as door:
-        return door.restore(path, args=ocp.args.StandardRestore(abstract))
+def restore_item(path: Path, abstract: Tree, partly: bool = False) -> Tree:
+    """The arrays of ``abstract`` (with shardings, or numpy) from an item that has exactly these, or ``partly`` more."""
+    # What orbax reads at once comes on top of what it gives: no more than the largest array (case 26).
+    largest = max((x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract)), default=0)
+    limit: Any = 1.01 * max(largest, 2**20) / 1e9
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)
+    restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+    args = ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args, partial_restore=partly)
+    with returning_large_blocks(), ocp.Checkpointer(handler) as door:
+        return door.restore(path, args=args)
 
 
 def newest_whole(root: Path, items: Iterable[str], step: int | None) -> tuple[int | None, dict[int, str]]:
@@ -390,3 +411,112 @@ def short_reason(error: BaseException) -> str:
         if sign in text:
             return f"{sign.lower()}: {text}" if len(text) < 200 else sign.lower()
     return text[:200] or type(error).__name__
+
+
+# ---------------------------------------------------------------- one array at a time
+CHUNK = 2**25  # bytes that are compressed at once: a stack in one piece would need its size again
+
+
+class ItemWriter:
+    """Writes one item array by array, for states that do not fit in memory; goes on after a kill at any moment.
+
+    ``add`` returns when its arrays are on the disk; the item appears when ``finish`` returns, never before. ``written``
+    has the paths of the arrays that are there already. The one writer of ``item``; OSError and the like from the disk.
+    """
+
+    def __init__(self, item: Path):
+        self.item = item.absolute()
+        self._parts = self.item.with_name(f"{item.name}.parts")  # where orbax collects what it is given
+        self._unfinished = self.item.with_name(f"{item.name}.parts.partial_save")
+        self._joining = self.item.with_name(f"{item.name}.joining")
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        self.item.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in self.item.parent.glob(f"{item.name}.parts*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(leftover)
+        if self._joining.exists():
+            self._after_a_kill()
+        self.written = {path for meta in self._unfinished.glob("*/*/_METADATA") for path in _paths(meta)}
+
+    @property
+    def finished(self) -> bool:
+        return self.item.is_dir()
+
+    def add(self, leaves: Mapping[Keys, np.ndarray | Tree]) -> None:
+        """More arrays, or empty dictionaries, each with the path that leads to it. Holds no copy when it returns."""
+        context = v1.Context()
+        context.array.saving.storage_options.chunk_byte_size = CHUNK
+        context.memory.deepcopy_host_arrays = False  # nobody changes it: this returns when it is written
+        with context:
+            v1.partial.save(str(self._parts), _nested(leaves))
+        self.written |= set(leaves)
+
+    def finish(self) -> None:
+        self._joining.touch()
+        v1.partial.finalize(str(self._parts))
+        self._move()
+
+    def _move(self) -> None:
+        if not self.item.exists():
+            (found,) = self._parts.glob("*/_METADATA")
+            os.replace(found.parent, self.item)
+        shutil.rmtree(self._parts, ignore_errors=True)
+        self._joining.unlink()
+
+    def _after_a_kill(self) -> None:
+        """Orbax joins the parts by renames that nobody can go on with: all are done, or the parts are lost."""
+        if self.item.exists() or self._parts.exists():
+            return self._move()
+        shutil.rmtree(self._unfinished, ignore_errors=True)
+        self._joining.unlink()
+
+
+def item_leaves(item: Path) -> dict[Keys, tuple[tuple[int, ...], np.dtype]]:
+    """Path -> (shape, dtype) of every array of an orbax item, whoever wrote it; reads no array. ValueError for none."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as door:
+        tree = door.metadata(item.absolute()).item_metadata
+    if tree is None:
+        raise ValueError("no orbax tree")
+    found = jax.tree_util.tree_flatten_with_path(tree.tree, is_leaf=lambda x: hasattr(x, "dtype"))[0]
+    return {
+        tuple(str(getattr(k, "key", getattr(k, "idx", k))) for k in keys): (tuple(x.shape), np.dtype(x.dtype))
+        for keys, x in found
+        if hasattr(x, "shape")
+    }
+
+
+def read_leaf(item: Path, path: Keys, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """One array of an orbax item as numpy, without reading another."""
+    like = _nested({path: np.broadcast_to(np.zeros((), dtype), shape)})  # which costs no memory
+    as_numpy = _nested({path: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)})  # whatever devices it came from
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as door:
+        wanted = ocp.args.PyTreeRestore(item=like, restore_args=as_numpy, partial_restore=True)
+        tree = door.restore(item.absolute(), args=wanted)
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def require_space(root: Path, nbytes: int) -> None:
+    """UserError where the disk of ``root`` has not ``nbytes`` free, before anything is begun."""
+    if (free := _free(root)) < nbytes:
+        raise UserError(f"{root}: needs {human(nbytes)} and the disk has {human(free)} free: free some space first")
+
+
+def _nested(leaves: Mapping[Keys, Any]) -> Tree:
+    tree: Tree = {}
+    for path, leaf in leaves.items():
+        _set(tree, list(path), leaf)
+    return tree
+
+
+def _paths(metadata: Path) -> list[Keys]:
+    """The paths in an orbax ``_METADATA``."""
+    entries = json.loads(metadata.read_text())["tree_metadata"].values()
+    return [tuple(str(key["key"]) for key in entry["key_metadata"]) for entry in entries]
+
+
+def empty_nodes(item: Path) -> list[Keys]:
+    """Paths of the empty dictionaries of an item that checkpoint.py wrote: they are part of what restores onto it."""
+    leaves = item_leaves(item)
+    return [path for path in _paths(item / "_METADATA") if path not in leaves]

@@ -131,9 +131,5 @@ def from_site_factors(table: SiteTable, factors: dict[str, tuple[Array, Array]])
 
 
 def copy_dims(leaves: Any, sizes: Mapping[str, int]) -> Any:
-    """Mesh axes of the compute copies: the resting ones without ``replicate``."""
-
-    def one(leaf: Leaf) -> Dims:
-        return tuple(tuple(m for m in names if m != "replicate") for names in leaf.dims(sizes))
-
-    return jax.tree.map(one, leaves, is_leaf=pl.is_leaf)
+    """Mesh axes of the compute copies."""
+    return jax.tree.map(lambda leaf: pl.copied(leaf.dims(sizes)), leaves, is_leaf=pl.is_leaf)

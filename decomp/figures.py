@@ -37,11 +37,11 @@ pre { background: #f5f5f5; padding: 1em; overflow-x: auto; font-size: 13px }
 """
 
 
-def save_arrays(folder: Path, arrays: Arrays) -> None:
-    """Keeps the evaluation's arrays beside the figures, so that ``report`` can draw them again."""
+def save_arrays(folder: Path, step: int, arrays: Arrays) -> None:
+    """Keeps the arrays of the evaluation after ``step`` updates, so that ``report`` can draw them again."""
     with writing(folder / ARRAYS):
         (folder / ARRAYS).parent.mkdir(exist_ok=True)
-        np.savez_compressed(folder / ARRAYS, **dict(arrays))  # type: ignore[arg-type]
+        np.savez_compressed(folder / ARRAYS, **dict(arrays), step=np.int64(step))  # type: ignore[arg-type]
 
 
 def report(folder: Path) -> Path:
@@ -58,10 +58,14 @@ def report(folder: Path) -> Path:
     return folder / REPORT
 
 
-def is_reported(folder: Path) -> bool:
-    """Whether report.html shows the final evaluation: a report drawn before it is older than its arrays."""
+def is_reported(folder: Path, step: int) -> bool:
+    """Whether report.html shows the evaluation after ``step`` updates: a report drawn before it is older than its
+    arrays."""
     page, arrays = folder / REPORT, folder / ARRAYS
-    return page.exists() and arrays.exists() and page.stat().st_mtime_ns >= arrays.stat().st_mtime_ns
+    if not (page.exists() and arrays.exists() and page.stat().st_mtime_ns >= arrays.stat().st_mtime_ns):
+        return False
+    with np.load(arrays) as file:
+        return "step" not in file or int(file["step"]) == step
 
 
 def _load_arrays(folder: Path) -> dict[str, np.ndarray]:
@@ -245,7 +249,7 @@ def _page(folder: Path, records: Records, images: list[tuple[str, bytes]]) -> st
     for caption, png in images:
         data = base64.b64encode(png).decode()
         body.append(f'<h2>{_text(caption)}</h2><img alt="{_text(caption)}" src="data:image/png;base64,{data}">')
-    for name in (CONFIG, "overrides.txt", "optimizer_groups.txt", "placement.txt", "revision.txt"):
+    for name in (CONFIG, "overrides.txt", "lineage.txt", "optimizer_groups.txt", "placement.txt", "revision.txt"):
         if (folder / name).is_file():
             body.append(f"<h2>{name}</h2><pre>{_text((folder / name).read_text(errors='replace'))}</pre>")
     head = f'<meta charset="utf-8"><title>{_text(title)}</title><style>{STYLE}</style>'

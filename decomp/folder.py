@@ -19,6 +19,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from decomp import manifest, upgrade
 from decomp.config import load
 from decomp.config.errors import UserError
 from decomp.config.schema import RunConfig
@@ -30,29 +31,29 @@ _ENVIRONMENT = ("XLA_", "JAX_", "CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "SLURM_N
 
 
 # ---------------------------------------------------------------- errors of the file system, in one line
-def explain(error: OSError, path: Path) -> UserError:
-    """What a person can do about ``error`` met while working on ``path``."""
+def explain(error: OSError, path: Path, option: str = "output_dir") -> UserError:
+    """What a person can do about ``error`` met while working on ``path``, which ``option`` chose."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT:
-            fix = "free some space, or choose another disk with output_dir=..."
+            fix = f"free some space, or choose another disk with {option}=..."
             return UserError(f"{path}: the disk is full ({reason}): {fix}")
         case errno.EACCES | errno.EPERM | errno.EROFS:
-            return UserError(f"{path}: cannot write there ({reason}): choose another folder with output_dir=...")
+            return UserError(f"{path}: cannot write there ({reason}): choose another folder with {option}=...")
         case errno.ENOTDIR | errno.EEXIST:
-            return UserError(f"{path}: not a folder: move that file away, or choose another folder with output_dir=...")
+            return UserError(f"{path}: not a folder: move that file away, or choose another folder with {option}=...")
         case errno.ENOENT:
             return UserError(f"{path}: gone ({reason}): was the run folder moved or deleted?")
     return UserError(f"{path}: {reason}")
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path, option: str = "output_dir") -> Iterator[None]:
     """Turns an operating-system error into the one line of ``explain``."""
     try:
         yield
     except OSError as error:
-        raise explain(error, Path(error.filename) if error.filename else path) from error
+        raise explain(error, Path(error.filename) if error.filename else path, option) from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -111,34 +112,37 @@ def create(cfg: RunConfig, overrides: Sequence[str] = ()) -> Path:
     return folder
 
 
-def open_folder(path: str | Path) -> Path:
-    """The absolute run folder at ``path``; UserError where there is none, or it cannot be read."""
+def open_folder(path: str | Path, key: str = "run") -> Path:
+    """The absolute run folder at ``path``, given as ``key``; UserError where there is none, or it cannot be read."""
     folder = Path(path).expanduser().absolute()
     if not folder.is_dir():
-        raise UserError(f"run={path}: no such folder: give a run folder, outputs/<experiment>/<run_id>")
+        raise UserError(f"{key}={path}: no such folder: give a run folder, outputs/<experiment>/<run_id>")
     try:
         there = (folder / CONFIG).is_file() and os.access(folder / CONFIG, os.R_OK)
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise UserError(f"run={path}: cannot be read ({os.strerror(error.errno or 0)})") from error
+        raise UserError(f"{key}={path}: cannot be read ({os.strerror(error.errno or 0)})") from error
     if there:
         return folder
     if CONFIG in names:
-        raise UserError(f"run={path}: {CONFIG} cannot be read: permission denied")
+        raise UserError(f"{key}={path}: {CONFIG} cannot be read: permission denied")
     inside = [name for name in names if (folder / name / CONFIG).is_file()]
     hint = f"; did you mean {Path(path) / inside[-1]}?" if inside else ": give outputs/<experiment>/<run_id>"
-    raise UserError(f"run={path}: not a run folder (it has no {CONFIG}){hint}")
+    raise UserError(f"{key}={path}: not a run folder (it has no {CONFIG}){hint}")
 
 
 # ---------------------------------------------------------------- what is written down
 def write_config(folder: Path, cfg: RunConfig) -> None:
     # OmegaConf's writer quotes every text that its reader takes for a number (case 3: 1e5, 010, 12e345).
-    write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(load.to_dict(cfg))))
+    data = {"format": manifest.FORMAT} | load.to_dict(cfg)
+    write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(data)))
 
 
 def read_config(folder: Path) -> RunConfig:
-    """The stored configuration, validated; the only configuration a run reads (case 41)."""
-    return load.run_config(load.read_yaml(folder / CONFIG))
+    """The stored configuration, validated; the only configuration a run reads (case 41). An older format's is upgraded
+    by meaning (case 27)."""
+    data = load.read_yaml(folder / CONFIG)
+    return load.run_config(upgrade.config(data, str(folder / CONFIG)))
 
 
 def record_launch(folder: Path, verb: str, overrides: Sequence[str]) -> None:

@@ -106,7 +106,13 @@ class Case:
 def tiny_config(cfg: RunConfig, *, precision: str, placement: str | None, updates: int) -> RunConfig:
     """``cfg`` with sizes that compile in seconds; ``placement`` null keeps the configured one."""
     raw = to_dict(cfg)
-    raw |= {"steps": updates, "stop_after": None, "profile": {}, "precision": {"kind": precision}}
+    raw |= {
+        "steps": updates,
+        "schedule_steps": None,
+        "stop_after": None,
+        "profile": {},
+        "precision": {"kind": precision},
+    }
     raw["target"] = {"kind": "llama", "path": "random"}
     raw["sites"] |= {"C": {"q_proj": 8, "down_proj": 24}, "C_per_rank": 1.0}
     raw["ci_fn"] |= {"d_model": 8, "n_heads": 2, "d_mlp": 16}

@@ -17,8 +17,9 @@ from typing import Any
 
 import jax
 
-from decomp import figures, processes
+from decomp import figures, init_from, processes
 from decomp.agreement import Agreement
+from decomp.best import Best
 from decomp.checkpoint import Checkpoints, Failed, Saved, human, tree_bytes
 from decomp.config.errors import UserError
 from decomp.config.schema import RunConfig
@@ -27,6 +28,7 @@ from decomp.folder import check_output, create, environment, record_launch, run_
 from decomp.lock import RunLock
 from decomp.logger import Logger, open_logger, read_metrics
 from decomp.manifest import good_steps
+from decomp.mesh import peak_memory
 from decomp.profiler import Profiler
 from decomp.retry import Retry
 from decomp.stop import ASKS, Stop
@@ -44,27 +46,28 @@ def start(cfg: RunConfig, overrides: Sequence[str], build: Build) -> int:
     """A new run: output folder checked, trainer built, folder minted, then ``run``. Returns the exit code."""
     if processes.is_primary():
         check_output(cfg)
+    cfg = init_from.pinned(cfg)
     trainer = build(cfg)  # before the folder: a target that does not load leaves nothing behind
+    if (origin := init_from.find(cfg)) is not None:
+        init_from.check(origin, trainer.table.to_json(), trainer.abstract_state().decomposition)
     folder = processes.from_primary(lambda: str(create(cfg, overrides)))
     return run(cfg, Path(folder), lambda _: trainer)
 
 
 def resume(cfg: RunConfig, folder: Path, overrides: Sequence[str], build: Build) -> int:
-    """Goes on with a stopped run; what was changed is written down once the lock is held."""
+    """Goes on with a stopped run; what was changed is written down once its checkpoint is found to fit."""
 
-    def recorded(cfg: RunConfig) -> Trainer:
-        trainer = build(cfg)
-        if processes.is_primary():
-            write_config(folder, cfg)
-            record_launch(folder, "resume", overrides)
-        return trainer
+    def record() -> None:
+        write_config(folder, cfg)
+        record_launch(folder, "resume", overrides)
 
-    return run(cfg, folder, recorded)
+    return run(cfg, folder, build, record)
 
 
-def run(cfg: RunConfig, folder: Path, build: Build) -> int:
+def run(cfg: RunConfig, folder: Path, build: Build, record: Callable[[], None] = lambda: None) -> int:
     """Trains in ``folder`` from its newest whole checkpoint, or from the beginning. Returns the exit code.
 
+    ``record`` is called, on the primary, when the state is there and nothing has been trained.
     0: done, or stopped by ``stop_after``; 3: diverged; 75: a signal came and the state is saved. UserError for
     what a person can mend (exit code 2).
     """
@@ -74,7 +77,7 @@ def run(cfg: RunConfig, folder: Path, build: Build) -> int:
         stack.enter_context(processes.farewell(lambda reason: _farewell(reason, logger, lock)))
         stop = stack.enter_context(Stop(logger.say, lambda: _at_once(lock)))
         try:
-            return Run(build(cfg), folder, lock, logger, stop).train()
+            return Run(build(cfg), folder, lock, logger, stop, record).train()
         except UserError as error:
             logger.note(f"error: {error}")  # __main__ prints it; the log keeps it
             raise
@@ -108,7 +111,7 @@ def evaluated(folder: Path, step: int) -> bool:
 def complete(folder: Path, steps: int) -> str | None:
     """What to say of a run that has nothing left to do; None while it has."""
     saved = steps in good_steps(folder / "checkpoints")
-    if not (saved and evaluated(folder, steps) and figures.is_reported(folder)):
+    if not (saved and evaluated(folder, steps) and figures.is_reported(folder, steps)):
         return None
     return f"{folder}: complete, all {steps} updates are done; see {figures.REPORT} there"
 
@@ -116,11 +119,21 @@ def complete(folder: Path, steps: int) -> str | None:
 class Run:
     """One process's work on a run folder, from restoring to the last table."""
 
-    def __init__(self, trainer: Trainer, folder: Path, lock: RunLock | None, logger: Logger, stop: Stop):
+    def __init__(
+        self,
+        trainer: Trainer,
+        folder: Path,
+        lock: RunLock | None,
+        logger: Logger,
+        stop: Stop,
+        record: Callable[[], None],
+    ):
         self.trainer, self.cfg = trainer, trainer.cfg
-        self.folder, self.lock, self.logger, self.stop = folder, lock, logger, stop
-        every = self.cfg.checkpoint
-        self.checkpoints = Checkpoints(folder, every.keep_last, every.keep_every, identity(trainer), logger.say)
+        self.folder, self.lock, self.logger, self.stop, self.record = folder, lock, logger, stop, record
+        keep, self.best = self.cfg.checkpoint, Best(self.cfg.checkpoint, logger.say)
+        self.checkpoints = Checkpoints(
+            folder, keep.keep_last, keep.keep_every, identity(trainer), logger.say, self.best.of
+        )
         self.agreement = Agreement((0, 0))
         self.asked: str | None = None  # the signal that stops the run, once all processes know of it
         self.retry = Retry()
@@ -166,7 +179,7 @@ class Run:
         if self.lock is not None and self.lock.lost:
             raise UserError(f"{self.folder}: another process has taken this run over: this one stops")
         if last or step % cfg.logger.every == 0:
-            self.logger.metrics(step, self._fetch(metrics))
+            self._log(step, self._fetch(metrics))
         if not last and step % cfg.eval.every == 0 and not self.asked:
             self._evaluate(step, state)
         again = self.retry.due()
@@ -191,11 +204,13 @@ class Run:
         abstract = self.trainer.abstract_state()
         self.checkpoints.check_space(tree_bytes(abstract))
         found = self.checkpoints.restore(tuple(abstract))
+        if processes.is_primary():
+            self.record()
+        self.logger.cut(found[0] if found else 0)
+        self.best.read(self.folder)
         if found is None:
-            self.logger.cut(0)
-            return self._warm_up(self.trainer.init_state()), 0
+            return self._fresh(abstract), 0
         step, pair = found
-        self.logger.cut(step)
         self.logger.say(f"resumed from checkpoint {step}")
         state = type(abstract)(*pair)
         due = step < self.cfg.steps and step % self.cfg.eval.every == 0
@@ -218,6 +233,18 @@ class Run:
         write_text(self.folder / "optimizer_groups.txt", self.trainer.optimizer_report().rstrip() + "\n")
         devices = [f"{d.id}: {d.device_kind} ({d.platform}, process {d.process_index})" for d in jax.devices()]
         write_text(self.folder / "environment.txt", environment(devices))
+
+    def _fresh(self, abstract: State) -> State | None:
+        """The state before the first update; None when a signal came in the faithfulness warm-up."""
+        state, origin = self.trainer.init_state(), init_from.find(self.cfg)
+        if origin is None:
+            return self._warm_up(state)
+        init_from.tell(origin, self.trainer.target_hash(), self.logger.say)
+        table = self.trainer.table.to_json()
+        decomposition = init_from.restore(origin, table, abstract.decomposition, state.decomposition)
+        if processes.is_primary():
+            init_from.record(origin, self.folder)
+        return type(state)(decomposition, state.progress)
 
     def _warm_up(self, state: State) -> State | None:
         """Faithfulness warm-up (SPEC T6). A signal leaves nothing to save: its optimizer is not kept."""
@@ -270,9 +297,13 @@ class Run:
         if result is None:
             self.logger.say(f"the evaluation after {step} updates is left for the resumed run")
         elif not evaluated(self.folder, step):
-            self.logger.metrics(step, result.metrics)
+            self._log(step, result.metrics)
         self.logger.pause()
         return result
+
+    def _log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.logger.metrics(step, metrics)
+        self.best.see(step, metrics)
 
     # ------------------------------------------------------------ saving
     def _save(self, step: int, state: State) -> None:
@@ -313,6 +344,8 @@ class Run:
         if self.seen and self._judge(*self.seen):
             return DIVERGED
         reason = self._save_for_good(step, state)
+        if (peak := peak_memory(jax.local_devices())) is not None:
+            self.logger.say(peak)
         complete = step == self.cfg.steps and not self.asked
         if complete:
             # A disk that refused the checkpoint refuses the pictures too, and that is not the news.
@@ -346,6 +379,8 @@ class Run:
         return result is not None
 
     def _report(self, step: int, result: Evaluation) -> None:
-        figures.save_arrays(self.folder, result.arrays)
+        figures.save_arrays(self.folder, step, result.arrays)
         self.logger.table(f"final evaluation after {step} updates, on held-out data", result.metrics)
+        if (best := self.best.of(good_steps(self.checkpoints.root))) is not None:
+            self.logger.say(f"best checkpoint by {self.best.metric}: {best} ({self.best.values[best]:.4g})")
         self.logger.say(f"report: {figures.report(self.folder)}")

@@ -10,16 +10,22 @@ import json
 import mmap
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from decomp.config.changes import differing
 from decomp.config.errors import UserError
 
 FORMAT = 1
 ITEMS = ("decomposition", "progress")
 MANIFEST = "manifest.json"
+OTHERS = {  # of the identity, what is judged by content: the way on where it is another
+    "target": "give target.path= the folder with the weights that the run was made on",
+    "data": "give the text that the run was made on; data=stdlib is that of the same Python version",
+}
 
 Tree = dict[str, Any]  # nested plain dictionaries of arrays
 
@@ -27,23 +33,45 @@ Tree = dict[str, Any]  # nested plain dictionaries of arrays
 # ---------------------------------------------------------------- steps
 def step_folders(root: Path) -> list[int]:
     """Steps that have a folder, whole or not, oldest first."""
-    if not root.is_dir():
-        return []
-    return sorted(int(p.name) for p in root.iterdir() if p.name.isdecimal() and p.is_dir())
+    with _readable(root):
+        if not root.is_dir():
+            return []
+        return sorted(int(p.name) for p in root.iterdir() if p.name.isdecimal() and p.is_dir())
 
 
 def good_steps(root: Path) -> list[int]:
     """Steps with a whole manifest, oldest first; their data files are not read."""
-    return [step for step in step_folders(root) if (root / str(step) / MANIFEST).is_file()]
+    with _readable(root):
+        return [step for step in step_folders(root) if (root / str(step) / MANIFEST).is_file()]
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """A checkpoint that may not be read is not a damaged one: nothing is set aside for it."""
+    try:
+        yield
+    except PermissionError as error:
+        where = error.filename or folder
+        raise UserError(f"{where}: permission denied: run as its owner, or have it made readable") from error
 
 
 # ---------------------------------------------------------------- the manifest
-def write_manifest(folder: Path, step: int, identity: Mapping[str, Any], arrays: list[dict[str, Any]]) -> int:
-    """Makes ``folder`` a checkpoint; returns its bytes. The rename is the moment of commitment."""
+def write_manifest(
+    folder: Path,
+    step: int,
+    identity: Mapping[str, Any],
+    arrays: list[dict[str, Any]],
+    origin: Mapping[str, Any] | None = None,
+) -> int:
+    """Makes ``folder`` a checkpoint; returns its bytes. The rename is the moment of commitment.
+
+    ``origin`` says where a checkpoint comes from that no training wrote (``migrate``).
+    """
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
     sums = _checksums(folder, names)
     files = {name: [(folder / name).stat().st_size, crc] for name, crc in zip(names, sums, strict=True)}
     body = {"format": FORMAT, "step": step, "identity": dict(identity), "arrays": arrays, "files": files}
+    body |= {"origin": dict(origin)} if origin else {}
     part = folder / f"{MANIFEST}.part"
     with part.open("w", encoding="utf-8") as file:
         json.dump(body | {"crc": _crc_of(body)}, file, indent=1)
@@ -61,7 +89,9 @@ def write_manifest(folder: Path, step: int, identity: Mapping[str, Any], arrays:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint. ValueError with the reason where it is absent or damaged."""
     try:
-        body = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        with _readable(folder):
+            text = (folder / MANIFEST).read_text(encoding="utf-8")
+        body = json.loads(text)
         crc = body.pop("crc")
     except FileNotFoundError as error:
         raise ValueError("its save did not finish: no manifest") from error
@@ -73,7 +103,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def damage_of(folder: Path, items: Iterable[str] = ITEMS) -> str | None:
-    """Why a step cannot be restored, or None. Sizes first, which are free, then checksums of ``items``."""
+    """Why a step cannot be restored, or None. Sizes first, which are free, then checksums of ``items``.
+
+    UserError where the reason is a missing permission.
+    """
+    with _readable(folder):
+        return _damage_of(folder, items)
+
+
+def _damage_of(folder: Path, items: Iterable[str]) -> str | None:
     try:
         manifest = read_manifest(folder)
     except ValueError as error:
@@ -88,6 +126,8 @@ def damage_of(folder: Path, items: Iterable[str] = ITEMS) -> str | None:
             return f"{name} has {(folder / name).stat().st_size} bytes instead of {size}"
     try:
         sums = _checksums(folder, list(wanted))
+    except PermissionError:
+        raise
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return next((f"{n} has changed" for n, crc in zip(wanted, sums, strict=True) if crc != wanted[n][1]), None)
@@ -115,32 +155,50 @@ def refuse_other(
     folder: Path, manifest: Mapping[str, Any], identity: Mapping[str, Any], abstract: tuple[Tree, Tree]
 ) -> None:
     """UserError that names what differs between a checkpoint and what is being restored (case 25)."""
-    if manifest["format"] > FORMAT:
+    refuse_other_format(folder, manifest)
+    if not any(entry["path"][0] == "progress" for entry in manifest["arrays"]):
         raise UserError(
-            f"{folder}: written by a newer decomp (checkpoint format {manifest['format']}, this version reads up to "
-            f"{FORMAT}): update decomp"
+            f"{folder}: holds a decomposition and no progress, so there is no training to go on with: "
+            f"start a run from it with init_from={folder.parents[1]}"
         )
-    differing = list(differences(manifest["identity"], json.loads(json.dumps(identity))))
-    if not differing:
-        differing = list(differences(_shapes(manifest["arrays"]), _shapes(arrays_of(abstract))))
-    if differing:
-        more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
-        raise UserError(f"{folder}: another decomposition's checkpoint: {'; '.join(differing[:3])}{more}")
+    found = list(differences(manifest["identity"], json.loads(json.dumps(identity))))
+    if not found:
+        found = list(differences(_shapes(manifest["arrays"]), _shapes(arrays_of(abstract))))
+    if found:
+        ways = [way for what, way in OTHERS.items() if any(text.startswith(f"{what} is ") for text in found)]
+        raise UserError(": ".join([f"{folder}: another decomposition's checkpoint", first_of(found), *ways]))
 
 
-def differences(stored: Any, present: Any, path: str = "") -> Iterator[str]:
+def first_of(found: Sequence[str]) -> str:
+    """The first three of many texts, and how many more there are."""
+    more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+    return "; ".join(found[:3]) + more
+
+
+def refuse_other_format(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """UserError for a checkpoint that is not of the present format, with the way on."""
+    if manifest["format"] > FORMAT:
+        raise UserError(newer(str(folder), manifest["format"]))
+    if manifest["format"] < FORMAT:
+        raise UserError(
+            f"{folder}: has the older checkpoint format {manifest['format']}, and this version reads {FORMAT}: "
+            f"bring it there first with: python -m decomp migrate src={folder.parents[1]} dst=NEW_FOLDER"
+        )
+
+
+def newer(what: str, version: Any) -> str:
+    return f"{what}: written by a newer decomp (format {version}, this version reads up to {FORMAT}): update decomp"
+
+
+def differences(stored: Any, present: Any) -> Iterator[str]:
     """One text per leaf that differs between two JSON values, with both values."""
-    if isinstance(stored, Mapping) and isinstance(present, Mapping):
-        for key in [*stored, *(k for k in present if k not in stored)]:
-            inner = f"{path}.{key}" if path else str(key)
-            if key not in present:
-                yield f"{inner} is in the checkpoint only"
-            elif key not in stored:
-                yield f"{inner} is not in the checkpoint"
-            else:
-                yield from differences(stored[key], present[key], inner)
-    elif stored != present:
-        yield f"{path} is {stored} in the checkpoint, {present} here"
+    for path, old, new in differing(stored, present):
+        if new is ...:
+            yield f"{path} is in the checkpoint only"
+        elif old is ...:
+            yield f"{path} is not in the checkpoint"
+        else:
+            yield f"{path} is {old} in the checkpoint, {new} here"
 
 
 def arrays_of(state: tuple[Tree, Tree]) -> list[dict[str, Any]]:

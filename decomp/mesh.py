@@ -7,7 +7,7 @@ import ctypes
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from decomp.config.schema import Mesh as MeshConfig
 
 AXES = ("replicate", "fsdp", "tp")
 DATA_AXES = ("replicate", "fsdp")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # malloc.h
+_heap_is_kept = False
 ACCELERATOR_FILES = ("nvidia[0-9]*", "kfd", "accel*", "vfio/[0-9]*")
 
 
@@ -111,6 +113,17 @@ def connect(mesh: Any) -> None:
     jax.block_until_ready(compiled(here))
 
 
+def peak_memory(devices: Sequence[Any]) -> str | None:
+    """The most that any of ``devices`` has held, and which one; None where they do not tell, as on CPU (case 19)."""
+    told = [(stats, device) for device in devices if (stats := device.memory_stats()) and "peak_bytes_in_use" in stats]
+    if not told:
+        return None
+    stats, device = max(told, key=lambda pair: pair[0]["peak_bytes_in_use"])
+    limit = f" of {stats['bytes_limit'] / 1e9:.2f}" if "bytes_limit" in stats else ""
+    used = f"{stats['peak_bytes_in_use'] / 1e9:.2f}{limit} GB"
+    return f"peak memory: {used} on device {device.id}, the most of {len(told)} devices"
+
+
 def keep_heap() -> None:
     """Tells glibc's malloc to keep what one step frees for the next one; without effect on other systems.
 
@@ -118,9 +131,32 @@ def keep_heap() -> None:
     step faults in every page again: ``python bench/step.py heap`` prints what that costs. Arenas that threads have
     made before stay as they are, so this belongs before jax.
     """
-    m_trim_threshold, m_mmap_max, m_arena_max = -1, -4, -8  # malloc.h
+    global _heap_is_kept
+    _heap_is_kept = True
+    _mallopt({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1, M_ARENA_MAX: 1})
+
+
+def return_heap() -> None:
+    """The opposite, for work that reads and writes one large array after another: what is freed leaves the process."""
+    # left alone, glibc raises the threshold to what it saw freed
+    _mallopt({M_MMAP_THRESHOLD: 2**22, M_TRIM_THRESHOLD: 2**22})
+
+
+@contextlib.contextmanager
+def returning_large_blocks() -> Iterator[None]:
+    """``return_heap`` for a while: malloc takes each large block from the system and gives it back when it is free.
+
+    For reading much into arrays that stay: buffers in between would otherwise leave holes in the heap, of half the
+    arrays' size and more, that nothing fills.
+    """
+    _mallopt({M_MMAP_MAX: 65536, M_MMAP_THRESHOLD: 2**20})
+    try:
+        yield
+    finally:
+        _mallopt({M_MMAP_THRESHOLD: 2**25, M_MMAP_MAX: 0 if _heap_is_kept else 65536})
+
+
+def _mallopt(options: Mapping[int, int]) -> None:
     with contextlib.suppress(AttributeError, OSError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(m_mmap_max, 0)
-        mallopt(m_trim_threshold, 2**31 - 1)
-        mallopt(m_arena_max, 1)
+        for option, value in options.items():
+            ctypes.CDLL(None).mallopt(option, value)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from decomp import aligned, schedule
 from decomp.config.errors import UserError
 from decomp.config.schema import AdamW, Muon
-from decomp.placement import Axes, Dims, Leaf, spec
+from decomp.placement import Axes, Dims, Leaf, spec, trades
 
 Named = dict[str, Array]
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al., 2024
@@ -206,12 +206,11 @@ def orthogonalize(mesh: Mesh, leaf: Leaf, cfg: Muon, x: Float[Array, "g a b"]) -
 def _whole_matrices(ax: Axes, x: Array, dims: Dims) -> tuple[Array, Callable[[Array], Array]]:
     """Trades split matrix dims for a split stack, padding it where it does not divide; and the way back."""
     undo: list[tuple[str, int, int]] = []
-    for dim in (1, 2):
-        for name in reversed(dims[dim]):
-            k, n = x.shape[0], ax.sizes[name]
-            x = jnp.pad(x, ((0, -k % n), (0, 0), (0, 0)))
-            x = jax.lax.all_to_all(x, name, split_axis=0, concat_axis=dim, tiled=True)
-            undo.append((name, dim, k))
+    for name, dim in trades(dims):
+        k, n = x.shape[0], ax.sizes[name]
+        x = jnp.pad(x, ((0, -k % n), (0, 0), (0, 0)))
+        x = jax.lax.all_to_all(x, name, split_axis=0, concat_axis=dim, tiled=True)
+        undo.append((name, dim, k))
 
     def back(y: Array) -> Array:
         for name, dim, k in reversed(undo):

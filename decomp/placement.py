@@ -54,6 +54,22 @@ class Leaf:
         return math.prod(sizes[m] for names in self.dims(sizes) for m in names)
 
 
+# ---------------------------------------------------------------- waypoints: where an array passes through in a step
+def copied(dims: Dims) -> Dims:
+    """A compute copy: whole over ``replicate``, inside the node as it rests (SPEC D6)."""
+    return tuple(tuple(m for m in names if m != "replicate") for names in dims)
+
+
+def trades(dims: Dims) -> list[tuple[str, int]]:
+    """(mesh axis, dim) in the order in which Newton-Schulz trades split matrix dims for a split stack (SPEC T5)."""
+    return [(name, dim) for dim in (1, 2) for name in reversed(dims[dim])]
+
+
+def whole_matrices(dims: Dims) -> Dims:
+    """Newton-Schulz: whole matrices, the stack split over all that the array is split over."""
+    return (*dims[0], *(name for name, _ in trades(dims))), (), ()
+
+
 def spec(dims: Dims) -> PartitionSpec:
     return PartitionSpec(*(None if not d else d[0] if len(d) == 1 else d for d in dims))
 
@@ -205,22 +221,24 @@ def tree_shardings(mesh: Mesh, tree: Any) -> Any:
     return jax.tree.map(lambda leaf: sharding(mesh, leaf), tree, is_leaf=is_leaf)
 
 
-def report(tree: Any, sizes: Mapping[str, int]) -> str:
-    """The placement table: leaf, shape, layout, mesh axes per dimension, share of its bytes on each device."""
-    rows = [("leaf", "shape", "layout", "mesh axes", "share")]
+def report(tree: Any, sizes: Mapping[str, int], waypoints: Mapping[str, Mapping[str, Dims]]) -> str:
+    """The placement table: leaf, shape, layout, mesh axes per dimension, share of its bytes on each device; and the
+    mesh axes of each of the ``waypoints`` by leaf."""
+    rows = [("leaf", "shape", "layout", "mesh axes", "share", *waypoints)]
     seen: set[int] = set()  # a moment's Leaf is its parameter's own object: the table says so once, below
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
-        if id(leaf) in seen:
+        if id(leaf) in seen and leaf.shape:
             continue
         seen.add(id(leaf))
-        dims = leaf.dims(sizes)
-        axes = " ".join("+".join(d) if d else "-" for d in dims) or "-"
-        rows.append(
-            (path_name(path), "x".join(map(str, leaf.shape)) or "scalar", leaf.layout, axes, f"1/{leaf.ways(sizes)}")
-        )
-    return "\n".join(
-        [*aligned.lines(rows), "moments of optimizers and sources rest as their parameters and sources do"]
-    )
+        name, shape = path_name(path), "x".join(map(str, leaf.shape)) or "scalar"
+        passes = (_axes(w[name]) if name in w else "" for w in waypoints.values())
+        rows.append((name, shape, leaf.layout, _axes(leaf.dims(sizes)), f"1/{leaf.ways(sizes)}", *passes))
+    note = "moments of optimizers and sources rest as their parameters and sources do"
+    return "\n".join([*(line.rstrip() for line in aligned.lines(rows)), note])
+
+
+def _axes(dims: Dims) -> str:
+    return " ".join("+".join(d) if d else "-" for d in dims) or "-"
 
 
 def audit(tree: Any, arrays: Any, sizes: Mapping[str, int]) -> None:

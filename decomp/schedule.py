@@ -8,14 +8,20 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from decomp.config.schema import Curve, Schedule
+from decomp.config.schema import Curve, RunConfig, Schedule
+
+
+def span(cfg: RunConfig) -> int:
+    """The ``steps`` of every schedule of a run; more updates than that only after ``extend=hold`` (SPEC T2)."""
+    return cfg.schedule_steps or cfg.steps
 
 
 def value(schedule: Schedule, step: int | Int[Array, ""], steps: int, dtype: Any = jnp.float32) -> Float[Array, ""]:
-    """The value at ``step`` of ``steps``: t = step / (steps - 1), so the last knot falls on the last step."""
+    """The value at ``step`` of ``steps``: t = step / (steps - 1), so the last knot falls on the last step; its value
+    holds after it."""
     if not isinstance(schedule, Curve):
         return jnp.asarray(schedule, dtype)
-    t = jnp.asarray(step, dtype) / max(steps - 1, 1)
+    t = jnp.asarray(step, dtype) / (steps - 1) if steps > 1 else jnp.zeros((), dtype)
     knots = schedule.knots
     out = jnp.asarray(knots[0].frac, dtype)  # before the first knot its value holds
     for before, knot in zip(knots, knots[1:], strict=False):

@@ -96,7 +96,7 @@ class Step:
         old, progress = state.decomposition, state.progress
         params, moments, logs = optim.update(
             self.groups, self.mesh, optim.flatten(grads), optim.flatten(old), progress["optim"], progress["step"],
-            self.cfg.steps,
+            self.schedule_steps,
         )  # fmt: skip
         bad = self.first_bad(values, logs)
         changed = {"optim": moments, "sources": sources, "frequency": average}
@@ -215,7 +215,7 @@ class Step:
         """Ascent number ``ascent`` of this step, by default the final one (SPEC A2)."""
         cfg = self.persistent[name]
         bits = self.rounding(name, given, cfg.num_warmup_steps if ascent is None else ascent)
-        return adversary.ascend(cfg, source, grads, given.step, self.cfg.steps, bits)
+        return adversary.ascend(cfg, source, grads, given.step, self.schedule_steps, bits)
 
     def rounding(self, name: str, given: Given, ascent: int) -> adversary.Bits | None:
         """This device's draws of one ascent, by term, step, ascent, site and global example (SPEC P1, R1, R2)."""
@@ -397,15 +397,19 @@ class Step:
     def wide(self) -> Any:
         return wide(self.compute_dtype)
 
+    @property
+    def schedule_steps(self) -> int:
+        return schedule.span(self.cfg)
+
     def coefficient_of(self, name: str) -> Schedule:
         return self.terms[name].coeff if name in self.terms else getattr(self.loss, name).coeff
 
     def at_step(self, curve: Schedule, step: Array) -> Array:
-        return schedule.value(curve, step, self.cfg.steps, self.wide)
+        return schedule.value(curve, step, self.schedule_steps, self.wide)
 
     def penalty_shape(self, step: Array) -> Array:
         assert self.loss.minimality is not None
-        return minimality.shape_value(self.loss.minimality.penalty, step, self.cfg.steps, self.wide)
+        return minimality.shape_value(self.loss.minimality.penalty, step, self.schedule_steps, self.wide)
 
     def like(self, x: Array, other: Array) -> Array:
         """``x`` typed as varying over the axes ``other`` varies over, as a cotangent must be."""

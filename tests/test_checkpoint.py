@@ -20,7 +20,7 @@ import pytest
 from fake_trainer import config
 from small_disk import fill, small_disk
 
-from decomp import checkpoint, folder
+from decomp import checkpoint, folder, manifest
 from decomp.checkpoint import Checkpoints, Failed, Saved, restore_decomposition
 from decomp.config.errors import UserError
 from decomp.loop import identity
@@ -250,8 +250,8 @@ def test_decomposition_opens_alone(run: Run) -> None:
     """SPEC K1, case 24: no optimizer, no devices, no byte of progress; and nothing in the folder changes."""
     run.save(10)
     shutil.rmtree(run.root / "10" / "progress")
-    step, tree, manifest = restore_decomposition(run.path)
-    assert step == 10 and manifest["identity"] == IDENTITY
+    step, tree, stored = restore_decomposition(run.path)
+    assert step == 10 and stored["identity"] == IDENTITY
     assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(tree))
     assert _same_bits(tree, _state(10)[0])
     _damage_file(run.root / "10")
@@ -260,6 +260,17 @@ def test_decomposition_opens_alone(run: Run) -> None:
     with pytest.raises(UserError, match="no checkpoint yet"):
         restore_decomposition(run.path / "10")
     assert step_folders(run.root) == [10]
+
+
+def test_a_newer_format_is_refused_wherever_it_is_opened(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.save(10)
+    monkeypatch.setattr(manifest, "FORMAT", manifest.FORMAT + 1)
+    run.save(20)
+    monkeypatch.undo()
+    for opened in (run.restore, lambda: restore_decomposition(run.path)):
+        with pytest.raises(UserError, match=r"checkpoints/20: written by a newer decomp .*: update decomp"):
+            opened()
+    assert step_folders(run.root) == [10, 20]
 
 
 def test_any_sharding_restores_bit_for_bit(simulated: Callable[..., str]) -> None:

@@ -107,8 +107,11 @@ def test_the_defaults_list_is_the_table_of_contents():
     sections = set(schema.RunConfig.model_fields) - {
         "seed",
         "steps",
+        "schedule_steps",
         "stop_after",
         "max_skipped",
+        "init_from",
+        "init_from_step",
         "output_dir",
         "profile",
     }

@@ -45,6 +45,19 @@ REFUSED = {
         "profile.steps: [4, 10] is beyond the last update 9 of steps=10",
     ),
     "stops beyond": (["steps=10", "stop_after=11"], "stop_after: 11 is more than steps=10"),
+    "a step of no run": (["init_from_step=3"], "init_from_step: is a step of no run; give init_from=<run folder> too"),
+    "best by nothing": (
+        ["checkpoint.keep_best=eval/kl_cl"],
+        "checkpoint.keep_best: eval/kl_cl: no metric of this run that tells good from bad; did you mean eval/kl_ci?",
+    ),
+    "best by a learning rate": (
+        ["checkpoint.keep_best=lr/components"],
+        "checkpoint.keep_best: lr/components: no metric",
+    ),
+    "best by an absent term": (
+        ["checkpoint.keep_best=loss/adversarial", "ablation=no_adversary"],
+        "checkpoint.keep_best: loss/adversarial: no metric",
+    ),
     "frequency alone": (["loss.minimality=null"], "loss.frequency: needs loss.minimality"),
     "nothing to learn": (
         ["loss.faithfulness=null", "loss.recon.stochastic=null", "loss.recon.adversarial=null"],
@@ -102,6 +115,8 @@ def test_refused(overrides: list[str], wanted: str):
 
 
 ALLOWED = {
+    "best by a site's L0": ["checkpoint.keep_best=eval/l0/model.layers.0.mlp.down_proj"],
+    "best by the total": ["checkpoint.keep_best=loss/total", "checkpoint.best_is=highest"],
     "head of 2": ["ci_fn.d_model=8"],
     "microbatches": ["data.batch_size=16", "data.microbatches=16"],
     "fresh PGD by example in windows": [
@@ -145,3 +160,13 @@ def test_keep_every_off_the_cadence_is_said_aloud():
     assert load.warnings_for(compose(["checkpoint.every=100", "checkpoint.keep_every=1000"])) == []
     (warning,) = load.warnings_for(compose(["checkpoint.every=100", "checkpoint.keep_every=250"]))
     assert "keep_every=250" in warning
+
+
+def test_a_best_that_is_rarely_known_is_said_aloud():
+    assert load.warnings_for(compose(["checkpoint.keep_best=eval/kl_ci", "checkpoint.every=450"])) == []
+    (warning,) = load.warnings_for(compose(["checkpoint.keep_best=eval/kl_ci", "checkpoint.every=300"]))
+    assert "eval.every=225" in warning and "checkpoint.every=300" in warning
+    (warning,) = load.warnings_for(
+        compose(["checkpoint.keep_best=loss/total", "checkpoint.every=15", "logger.every=10"])
+    )
+    assert "logger.every=10" in warning

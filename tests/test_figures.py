@@ -45,7 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("out") / "tricky & <b>experiment</b>" / "20260101-000000"
     _lines(folder, _records())
     (folder / "config.yaml").write_text("experiment: '<script>alert(1)</script>'\n")
-    figures.save_arrays(folder, _arrays())
+    figures.save_arrays(folder, 20, _arrays())
     figures.report(folder)
     return folder
 
@@ -80,9 +80,9 @@ def test_report_is_drawn_again_from_the_folder_alone(made: Path, tmp_path: Path)
 def test_a_report_from_before_the_final_evaluation_is_not_the_last(made: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(made, copy)
-    assert figures.is_reported(copy)
+    assert figures.is_reported(copy, 20) and not figures.is_reported(copy, 30)
     os.utime(copy / figures.REPORT, (1, 1))
-    assert not figures.is_reported(copy)
+    assert not figures.is_reported(copy, 20)
 
 
 def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:

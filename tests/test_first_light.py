@@ -7,13 +7,20 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 import decomp
+from decomp.checkpoint import read_item
+from decomp.manifest import ITEMS, read_manifest
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
-SMOKE = ("experiment=smoke", "profile.steps=[3,4]")
+SMOKE = (
+    "experiment=smoke", "steps=20", "eval.every=10", "checkpoint.every=5", "profile.steps=[3,4]",
+    "loss.frequency.ema_halflife_steps=4", "loss.recon.adversarial.coeff={max: 1.0, knots: [{at: 0.0, frac: 0.5}, "
+    "{at: 1.0, frac: 1.0, interp: cosine}]}",
+)  # fmt: skip
 
 
 def lines(folder: Path) -> list[dict[str, object]]:
@@ -28,6 +35,17 @@ def runs(root: Path, experiment: str = "smoke") -> list[Path]:
     return sorted((root / "outputs" / experiment).iterdir())
 
 
+def same_checkpoints(first: Path, second: Path, step: int) -> None:
+    """Every array of both items: parameters, moments, sources, averages, counts."""
+    arrays = read_manifest(first)["arrays"]
+    assert arrays == read_manifest(second)["arrays"]
+    for item in ITEMS:
+        a, b = (read_item(folder, item) for folder in (first, second))
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+    progress = read_item(first, "progress")
+    assert int(progress["step"]) == step and len(jax.tree.leaves(progress["sources"]["adversarial"])) > 3
+
+
 @pytest.fixture
 def cached(tmp_path: Path) -> dict[str, str]:
     """One compilation cache for the processes of a test: they run the same programs."""
@@ -36,34 +54,64 @@ def cached(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.timeout(600)
 def test_a_run_and_a_resumed_run_are_the_same_run(decomp_cli: Cli, tmp_path: Path, cached: dict[str, str]) -> None:
-    """SPEC K3 with the real model: 8 updates = 5 + resume + 3, bit for bit; every promised file is there."""
+    """SPEC K3 with the real model: 20 updates = 10 + resume + 10, bit for bit, through faithfulness warm-up, schedules,
+    averages, persistent sources and data order; every promised file is there."""
     whole = decomp_cli(*SMOKE, timeout=300, **cached)
     assert whole.returncode == 0, whole.stdout + whole.stderr
     (first,) = runs(tmp_path)
     for name in (
         "config.yaml", "overrides.txt", "revision.txt", "placement.txt", "optimizer_groups.txt", "environment.txt",
-        "metrics.jsonl", "report.html", "checkpoints/8", "figures",
+        "metrics.jsonl", "report.html", "checkpoints/20", "figures",
     ):  # fmt: skip
         assert (first / name).exists(), name
     assert list(first.rglob("*.xplane.pb")), "profile.steps left no trace"
     assert "eval/kl_unmasked" in json.dumps(lines(first)[-1])
 
-    stopped = decomp_cli(*SMOKE, "stop_after=5", timeout=300, **cached)
+    stopped = decomp_cli(*SMOKE, "stop_after=10", timeout=300, **cached)
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     second = next(r for r in runs(tmp_path) if r != first)
     assert "resume run=" in stopped.stdout
-    resumed = decomp_cli("resume", f"run={second}", "stop_after=8", timeout=300, **cached)
+    resumed = decomp_cli("resume", f"run={second}", timeout=300, **cached)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
 
     assert lines(second) == lines(first)
-    a, b = decomp.open_run(first), decomp.open_run(second)
-    assert a.step == b.step == 8
-    assert len(a.sites) == 21
-    for site in a.sites:
-        np.testing.assert_array_equal(a.V(site), b.V(site))
-        np.testing.assert_array_equal(a.U(site), b.U(site))
+    same_checkpoints(first / "checkpoints" / "20", second / "checkpoints" / "20", 20)
+    assert read_item(first / "checkpoints" / "20", "progress")["frequency"]["mean"]["q_proj"].any()
+    a = decomp.open_run(first)
+    assert a.step == 20 and len(a.sites) == 21
     d_in, d_out = a.V(a.sites[0]).shape[0], a.U(a.sites[0]).shape[1]
     assert (d_in, d_out) == (64, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_is_extended_and_begun_with(decomp_cli: Cli, tmp_path: Path, cached: dict[str, str]) -> None:
+    """T2, DESIGN 5: extended with hold it is the old run, bit for bit, up to the old end; a new run begins with it."""
+
+    def ran(*texts: str) -> str:
+        done = decomp_cli(*texts, timeout=300, **cached)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    ran("experiment=smoke")
+    (first,) = runs(tmp_path)
+    ran("experiment=smoke", "stop_after=5")
+    second = next(r for r in runs(tmp_path) if r != first)
+    ran("resume", f"run={second}", "steps=12", "stop_after=8")
+    same_checkpoints(first / "checkpoints" / "8", second / "checkpoints" / "8", 8)
+    assert lines(second) == [line for line in lines(first) if "eval/kl_ci" not in line or line["step"] != 8]
+    assert "final evaluation after 12 updates" in ran("resume", f"run={second}", "extend=hold")
+    rates = [line["lr/components"] for line in lines(second) if "lr/components" in line]
+    assert rates[7:] == [rates[7]] * 5 and len(set(rates[:8])) > 4
+
+    said = ran("experiment=smoke", f"init_from={second}", "init_from_step=8", "steps=2", "eval.every=2", "seed=1")
+    assert f"begins with the decomposition of {second} after 8 updates" in said
+    third = next(r for r in runs(tmp_path) if r not in (first, second))
+    began, old = lines(third)[0], [line for line in lines(second) if line["step"] == 9]
+    assert began["loss/faithfulness"] == old[0]["loss/faithfulness"]  # of the components alone, before their update
+    refused = decomp_cli("experiment=smoke", f"init_from={first}", "sites=mlp", timeout=120, **cached)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert "model.layers.0.self_attn.q_proj is there only" in refused.stderr
 
 
 @pytest.mark.timeout(600)

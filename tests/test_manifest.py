@@ -104,5 +104,33 @@ def test_a_newer_format_is_refused_not_damaged(step: Path, monkeypatch: pytest.M
     write_manifest(step, 7, IDENTITY, ARRAYS)
     monkeypatch.setattr(manifest, "FORMAT", 1)
     assert damage_of(step) is None
-    with pytest.raises(UserError, match=r"newer decomp \(checkpoint format 2.*up to 1\): update"):
+    with pytest.raises(UserError, match=r"newer decomp \(format 2.*up to 1\): update"):
         refuse_other(step, read_manifest(step), IDENTITY, ({}, {}))
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("target", "target is abc in the checkpoint, x here: give target.path="),
+        ("data", "data is t .* here: give the text"),
+    ],
+)
+def test_another_target_or_text_is_told_with_the_way_on(step: Path, what: str, told: str) -> None:
+    write_manifest(step, 7, IDENTITY | {"data": "t"}, ARRAYS)
+    with pytest.raises(UserError, match=told) as error:
+        refuse_other(step, read_manifest(step), IDENTITY | {"data": "t"} | {what: "x"}, ({}, {}))
+    assert "\n" not in str(error.value)
+
+
+def _denied(*_: object, **__: object) -> None:
+    raise PermissionError(13, "Permission denied", "progress/two")
+
+
+@pytest.mark.parametrize("where", ["_checksum", "Path.read_text", "Path.iterdir"])
+def test_what_may_not_be_read_is_not_damaged(step: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """No fall back to the one before, nothing set aside: one line, and the fix."""
+    name, _, attribute = where.rpartition(".")
+    monkeypatch.setattr(getattr(manifest, name) if name else manifest, attribute, _denied)
+    with pytest.raises(UserError, match="progress/two: permission denied: run as its owner"):
+        manifest.step_folders(step.parent)
+        damage_of(step)

@@ -99,15 +99,29 @@ def test_a_dimension_that_does_not_divide_is_one_clear_line():
 
 # ---------------------------------------------------------------- report and audit
 def test_report_names_leaf_shape_layout_axes_and_share():
-    """A moment's leaf is its parameter's own and not listed again."""
-    tree = {"a": {"V": V, "count": Leaf((), (), "batch")}, "moments": {"V": V}}
-    *lines, note = pl.report(tree, SIZES).splitlines()
+    """A moment's leaf is its parameter's own and not listed again; a scalar is."""
+    scalar, rests = Leaf((), (), "batch"), V.dims(SIZES)
+    tree = {"a": {"V": V, "count": scalar}, "moments": {"V": V, "count": scalar}}
+    waypoints = {"copy": {"a/V": pl.copied(rests)}, "whole": {"a/V": pl.whole_matrices(rests)}}
+    *lines, note = pl.report(tree, SIZES, waypoints).splitlines()
     assert [line.split() for line in lines] == [
-        ["leaf", "shape", "layout", "mesh", "axes", "share"],
-        ["a/V", "8x64x32", "owner", "replicate", "fsdp", "tp", "1/64"],
+        ["leaf", "shape", "layout", "mesh", "axes", "share", "copy", "whole"],
+        ["a/V", "8x64x32", "owner"]
+        + ["replicate", "fsdp", "tp", "1/64"]
+        + ["-", "fsdp", "tp"]
+        + ["replicate+fsdp+tp", "-", "-"],
         ["a/count", "scalar", "batch", "-", "1/1"],
+        ["moments/count", "scalar", "batch", "-", "1/1"],
     ]
     assert "moments" in note
+
+
+def test_a_fallback_groups_matrices_meet_over_every_axis():
+    """D3: what owner groups trade inside the node, a fallback group trades over ``replicate`` too."""
+    rests = Leaf((3, 64, 32), ("stack", "d_in", "C"), "zero1").dims(SIZES)
+    assert pl.trades(rests) == [("replicate", 1), ("fsdp", 1), ("tp", 2)]
+    assert pl.whole_matrices(rests) == (("replicate", "fsdp", "tp"), (), ())
+    assert pl.copied(rests) == ((), ("fsdp",), ("tp",))
 
 
 def test_audit_catches_an_array_that_is_not_where_it_should_be():

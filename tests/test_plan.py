@@ -228,6 +228,8 @@ def test_candidates_go_from_cheap_to_dear():
     ]
     assert [c.loss.remat for _, c, _ in found] == [True] * 5
     assert Command("plan", (FULL, *found[3][0].split())).config() == found[3][1], "what is proposed can be typed"
+    one_layer = Command("plan", ("experiment=llama8b_l18", "data.microbatches=1")).config()
+    assert next(iter(remedies.candidates(one_layer, (4, 8, 1))))[0] == "data.microbatches=2", "its sources are tiny"
 
 
 def test_a_remedy_is_compiled_before_it_is_proposed(monkeypatch: pytest.MonkeyPatch):

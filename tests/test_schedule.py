@@ -48,7 +48,14 @@ def test_before_the_first_knot_its_value_holds() -> None:
 
 
 def test_a_run_of_one_step_is_at_its_start() -> None:
-    assert float(schedule.value(curve((0.0, 1.0), (1.0, 0.0)), 0, 1)) == 2.0
+    """And stays there when it is extended with its schedules held."""
+    assert [float(schedule.value(curve((0.0, 1.0), (1.0, 0.0)), step, 1)) for step in (0, 1, 5)] == [2.0] * 3
+
+
+def test_after_the_last_step_its_value_holds() -> None:
+    c = curve((0.0, 1.0), (1.0, 0.1, "cosine"))
+    last = float(schedule.value(c, 6, 7))
+    assert [float(schedule.value(c, step, 7)) for step in (7, 8, 1000)] == [last] * 3
 
 
 def test_a_number_is_a_constant() -> None:

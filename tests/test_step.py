@@ -146,6 +146,18 @@ def test_the_logged_learning_rate_is_the_applied_one(at: int):
     assert log["schedule/coeff_adversarial"] == pytest.approx(1 - at / 9, abs=1e-12)
 
 
+@pytest.mark.slow
+def test_a_run_extended_with_hold_is_the_same_program():
+    """T2, K3: no update before the old end knows of the longer run; stretched, the schedules are others."""
+
+    def program(**steps: Any) -> str:
+        step, target = tiny.make(config(**steps))
+        args = step.mesh, step.model.table, step.ci_fn, step.groups, step.cfg, step.leaves, jnp.float64
+        return step.compiled.lower(state.abstract(*args), target, tiny.batch(step, 0)).as_text()
+
+    assert program(steps=10) == program(steps=15, schedule_steps=10) != program(steps=15)
+
+
 def test_a_term_of_coefficient_zero_still_ascends():
     """A3: the adversary climbs the bare term, whatever the coefficient: at 1 and at 0 bit for bit alike."""
     whole, nothing = (after(at=at, n=1) for at in (0, 9))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from decomp.config import schema
+from decomp.config import fields, schema
 from decomp.config.schema import RunConfig
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -98,6 +98,11 @@ def stops_within(cfg: RunConfig) -> Iterator[Problem]:
         yield Problem("stop_after", fix, ("stop_after", "steps"))
 
 
+def starts_somewhere(cfg: RunConfig) -> Iterator[Problem]:
+    if cfg.init_from_step is not None and cfg.init_from is None:
+        yield Problem("init_from_step", "is a step of no run; give init_from=<run folder> too, or leave it out")
+
+
 def frequency_needs_minimality(cfg: RunConfig) -> Iterator[Problem]:
     """Frequency is a function of minimality's f (SPEC L3)."""
     if cfg.loss.frequency is not None and cfg.loss.minimality is None:
@@ -128,7 +133,7 @@ def _lowest(value: schema.Schedule) -> float:
 
 def curves(cfg: RunConfig) -> Iterator[Problem]:
     """Knots run from t = 0 to t = 1 in order; a geometric segment has no end at 0 (SPEC T2)."""
-    for path, curve in _curves("", cfg):
+    for path, curve in every_curve("", cfg):
         at = [k.at for k in curve.knots]
         if at != sorted(at) or len(set(at)) != len(at):
             yield Problem(f"{path}.knots", f"are at {at}; list them in rising order, each once")
@@ -140,16 +145,16 @@ def curves(cfg: RunConfig) -> Iterator[Problem]:
                 yield Problem(f"{path}.knots", fix)
 
 
-def _curves(path: str, value: object) -> Iterator[tuple[str, schema.Curve]]:
+def every_curve(path: str, value: object) -> Iterator[tuple[str, schema.Curve]]:
     """Every curve of the config with its dotted path."""
     if isinstance(value, schema.Curve):
         yield path, value
     elif isinstance(value, schema.Model):
         for name in type(value).model_fields:
-            yield from _curves(f"{path}.{name}".lstrip("."), getattr(value, name))
+            yield from every_curve(f"{path}.{name}".lstrip("."), getattr(value, name))
     elif isinstance(value, dict):
         for name, item in value.items():
-            yield from _curves(f"{path}.{name}", item)
+            yield from every_curve(f"{path}.{name}", item)
 
 
 def names(cfg: RunConfig) -> Iterator[Problem]:
@@ -186,6 +191,35 @@ def _metric_keys(name: str, metric: schema.EvalMetric | None) -> tuple[str, ...]
             return f"kl_{name}", f"ce_{name}"
 
 
+def best_metric(cfg: RunConfig) -> Iterator[Problem]:
+    """``checkpoint.keep_best`` names a metric that the run will write, as far as that is known without the target."""
+    name = cfg.checkpoint.keep_best
+    if name is None:
+        return
+    known = set(_judging(cfg))
+    if name not in known and not any(name.startswith(f"{k}/") for k in _by_site(cfg)):
+        best = fields.nearest(name, known)
+        meant = f"did you mean {best}? " if best else ""
+        fix = f"no metric of this run that tells good from bad; {meant}there are {', '.join(sorted(known))}"
+        yield Problem("checkpoint.keep_best", f"{name}: {fix}", ("checkpoint.keep_best", "eval.metrics", "loss"))
+
+
+def _judging(cfg: RunConfig) -> Iterator[str]:
+    """Keys of metrics.jsonl that say how good a decomposition is, those of single sites left out."""
+    loss = cfg.loss
+    own = [n for n in ("faithfulness", "minimality", "frequency") if getattr(loss, n) is not None]
+    terms = [*own, *(n for n, term in loss.recon.items() if term)]
+    yield from ("loss/total", "l0/mean", "eval/ce_target")
+    yield from (f"{kind}/{n}" for kind in ("loss", "weighted") for n in terms)
+    yield from (f"eval/{key}" for n, metric in cfg.eval.metrics.items() for key in _metric_keys(n, metric))
+
+
+def _by_site(cfg: RunConfig) -> Iterator[str]:
+    """What a site's name may follow in a key."""
+    yield "l0"
+    yield from (f"eval/{n}" for n, metric in cfg.eval.metrics.items() if isinstance(metric, schema.EvalL0))
+
+
 RULES: tuple[Rule, ...] = (
     attention_heads,
     microbatches,
@@ -193,18 +227,20 @@ RULES: tuple[Rule, ...] = (
     sources_in_a_box,
     profile_window,
     stops_within,
+    starts_somewhere,
     frequency_needs_minimality,
     something_to_learn,
     gamma_stays_positive,
     curves,
     names,
     metric_names,
+    best_metric,
 )
 
 
 def warnings(cfg: RunConfig) -> list[str]:
     """What is allowed but said aloud, one line each."""
-    return [*_reference_count(cfg), *_checkpoint_gap(cfg)]
+    return [*_reference_count(cfg), *_checkpoint_gap(cfg), *_best_gap(cfg)]
 
 
 def _reference_count(cfg: RunConfig) -> Iterator[str]:
@@ -222,4 +258,18 @@ def _checkpoint_gap(cfg: RunConfig) -> Iterator[str]:
         yield (
             f"checkpoint.keep_every={cfg.checkpoint.keep_every} is no multiple of checkpoint.every="
             f"{cfg.checkpoint.every}: only updates that are multiples of both are kept for good"
+        )
+
+
+def _best_gap(cfg: RunConfig) -> Iterator[str]:
+    """A checkpoint is judged by a metric of its own step, or not at all."""
+    name, every = cfg.checkpoint.keep_best, cfg.checkpoint.every
+    if name is None:
+        return
+    key = "eval.every" if name.startswith("eval/") else "logger.every"
+    period = cfg.eval.every if key == "eval.every" else cfg.logger.every
+    if every % period:
+        yield (
+            f"checkpoint.keep_best={name} is known every {key}={period} updates and checkpoint.every={every}: "
+            "only checkpoints at multiples of both can be the best"
         )

@@ -379,9 +379,14 @@ class Eval(Model):
 
 
 class Checkpoint(Model):
+    """A save every ``every`` updates. Kept are the newest ``keep_last``, every ``keep_every``-th, and the one whose
+    ``keep_best``, a metric of metrics.jsonl such as ``eval/kl_ci``, is the lowest (or the highest) of all."""
+
     every: PositiveInt = 500
     keep_last: PositiveInt = 2
     keep_every: PositiveInt | None = None
+    keep_best: str | None = None
+    best_is: Literal["lowest", "highest"] = "lowest"
 
 
 class Logger(Model):
@@ -409,13 +414,21 @@ class Profile(Model):
 
 
 class RunConfig(Model):
-    """Everything a run is made from; written to config.yaml, the only config a run reads."""
+    """Everything a run is made from; written to config.yaml, the only config a run reads.
+
+    Schedules span ``schedule_steps`` updates, by default ``steps``, and hold their last value after them (SPEC T2).
+    A new run begins with the decomposition of the run folder ``init_from``, its newest or that after ``init_from_step``
+    updates.
+    """
 
     experiment: str
     seed: NonNegativeInt = 0
     steps: PositiveInt
+    schedule_steps: PositiveInt | None = None
     stop_after: PositiveInt | None = None
     max_skipped: PositiveInt = 10
+    init_from: str | None = None
+    init_from_step: NonNegativeInt | None = None
     output_dir: str = "outputs"
     target: Target
     sites: Sites

@@ -81,5 +81,5 @@ def checkpoint(step: Step, abstract: State) -> dict[str, float]:
     nbytes = lambda tree: float(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))  # noqa: E731
     parts = {"decomposition": nbytes(abstract.decomposition), "progress": nbytes(abstract.progress)}
     cfg, total = step.cfg.checkpoint, sum(parts.values())
-    kept = cfg.keep_last + (step.cfg.steps // cfg.keep_every if cfg.keep_every else 0)
+    kept = cfg.keep_last + (step.cfg.steps // cfg.keep_every if cfg.keep_every else 0) + (cfg.keep_best is not None)
     return parts | {"one checkpoint": total, f"the {kept} that are kept": kept * total}

@@ -111,7 +111,7 @@ def compile_optimizer(step: Step, masters: Any) -> hlo.Module:
     placed = pl.tree_shardings(step.mesh, (leaves, optim.state_leaves(step.groups)))
 
     def update(grads: Any, params: Any, moments: Any, count: Any) -> tuple[Any, Any]:
-        return optim.update(step.groups, step.mesh, grads, params, moments, count, step.cfg.steps)[:2]
+        return optim.update(step.groups, step.mesh, grads, params, moments, count, step.schedule_steps)[:2]
 
     count = abstract.progress["step"]
     return _compile(jax.jit(update, out_shardings=placed).lower(params, params, moments, count))[1]

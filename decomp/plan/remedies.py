@@ -44,13 +44,13 @@ def _recompute(raw: dict[str, Any]) -> Iterator[str]:
 
 
 def _small_sources(raw: dict[str, Any]) -> Iterator[str]:
-    """16-bit sources of every persistent term at once (SPEC P1)."""
+    """16-bit sources of every persistent term at once (SPEC P1); those of shape ``c`` are small as they are."""
     typed = []
     for name, term in raw["loss"]["recon"].items():
         path, source = f"loss.recon.{name}.source", term["source"] if term else {}
         if source.get("kind") == "mixed":
             path, source = f"{path}.persistent", source["persistent"]
-        if source.get("dtype") == "float32":
+        if source.get("dtype") == "float32" and source["shape"] != "c":
             source["dtype"] = "uint16"
             typed.append(f"{path}.dtype=uint16")
     if typed:

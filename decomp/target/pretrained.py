@@ -201,7 +201,7 @@ def open_tensors(folder: Path, shape: LlamaShape) -> Tensors:
     if missing:
         hint = " (set tie_word_embeddings if the embedding is shared)" if "lm_head.weight" in missing else ""
         raise UserError(f"{folder}: lacks {len(missing)} tensor(s), first {missing[0]}{hint}; fetch the folder again")
-    headers = {file: _header(file) for file in {files[name] for name in expected}}
+    headers = {file: read_header(file) for file in {files[name] for name in expected}}
     for name, want in expected.items():
         got, dtype = headers[files[name]].get(name, (None, ""))
         if got is None:
@@ -217,14 +217,19 @@ def _locate(folder: Path) -> dict[str, Path]:
     """Tensor name -> file, from the single file or the shards' index."""
     single, index = folder / _WEIGHTS, folder / _INDEX
     if single.exists() or not index.exists():
-        return dict.fromkeys(_header(single), single)
+        return dict.fromkeys(read_header(single), single)
+    return read_index(index)
+
+
+def read_index(index: Path) -> dict[str, Path]:
+    """Tensor name -> shard beside ``index``, a ``*.safetensors.index.json``. Raises UserError where it is none."""
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise UserError(f"{index}: has no weight_map of tensor names to files; fetch the file again")
-    return {name: folder / Path(shard).name for name, shard in weight_map.items()}
+    return {name: index.parent / Path(shard).name for name, shard in weight_map.items()}
 
 
-def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+def read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Tensor name -> (shape, dtype); opening also compares the file's length with its header."""
     try:
         with safe_open(file, "numpy") as handle:

@@ -1,32 +1,32 @@
 """``decomp resume run=<folder>``: goes on with a stopped run from its newest whole checkpoint.
 
 The stored config.yaml is where it starts from, never the groups of conf/. What may change while a run stays the
-same run is listed in ``FREE``; anything else is refused with both values (DESIGN 5).
+same run is listed in config/changes.py; anything else is refused in a table with both values (DESIGN 5).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from decomp import mesh, processes
-from decomp.config import load
+from decomp import aligned, mesh, processes
+from decomp.config import changes, load
 from decomp.config.compose import Command
 from decomp.config.errors import UserError
 from decomp.config.schema import RunConfig
 from decomp.folder import open_folder, read_config, run_overrides
 from decomp.manifest import good_steps, step_folders
 
-FREE = ("stop_after", "logger", "eval.every", "eval.batches", "checkpoint", "profile")
+WIDEST = 40  # characters of a value in the table
 
 
 def main(command: Command) -> int:
     """Returns the exit code. UserError for a folder, a checkpoint or a change that cannot be gone on from."""
     folder = open_folder(command.options["run"])
     stored = read_config(folder)
-    cfg = changed(command, stored)
+    cfg = changed(command, stored, folder)
     mesh.prepare_environment(cfg.mesh)  # before anything imports jax
     from decomp import loop
 
@@ -40,38 +40,34 @@ def main(command: Command) -> int:
         return loop.resume(cfg, folder, command.overrides, build)
 
 
-def changed(command: Command, stored: RunConfig) -> RunConfig:
-    """The stored config with the free overrides; ``stop_after`` belonged to the launch that stopped.
+def changed(command: Command, stored: RunConfig, folder: Path) -> RunConfig:
+    """The stored config with the free overrides, extended if need be; ``stop_after`` belonged to the launch that
+    stopped.
 
     Raises:
-      UserError: one line per key that differs and may not, with the stored and the given value.
+      UserError: a table of all keys that differ and may not, with the stored and the given value.
     """
     base = load.to_dict(stored) | {"stop_after": None}
     cfg = command.recompose(base)
-    refused = [
-        f"{key}: the run has {_show(old)}, given is {_show(new)}"
-        for key, old, new in differing(base, load.to_dict(cfg))
-        if not any(key == free or key.startswith(f"{free}.") for free in FREE)
-    ]
-    if refused:
-        raise UserError(
-            "\n".join([*refused, f"a resumed run may change {', '.join(FREE)}; start a new run for the rest"])
-        )
-    return cfg
+    if refused := changes.refused(base, load.to_dict(cfg)):
+        raise UserError("\n".join([*_table(refused), _instead(folder)]))
+    done = good_steps(folder / "checkpoints")
+    return changes.extended(stored, cfg, command.options["extend"], done[-1] if done else 0)
 
 
-def differing(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, old, new) of every leaf that differs; ``...`` stands for a key that is not there."""
-    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
-        if old != new:
-            yield path, old, new
-        return
-    for key in [*old, *(k for k in new if k not in old)]:
-        yield from differing(old.get(key, ...), new.get(key, ...), f"{path}.{key}" if path else str(key))
+def _table(refused: Sequence[tuple[str, Any, Any]]) -> list[str]:
+    """One aligned line per key that may not change."""
+    rows = [(key, _show(old), _show(new)) for key, old, new in refused]
+    return aligned.lines([("may not change", "the run has", "given is"), *rows])
+
+
+def _instead(folder: Path) -> str:
+    return f"a resumed run keeps these; a new run may start from its decomposition: init_from={folder}"
 
 
 def _show(value: Any) -> str:
-    return "nothing" if value is ... else "null" if value is None else str(value)
+    text = "nothing" if value is ... else "null" if value is None else str(value)
+    return text if len(text) <= WIDEST else text[: WIDEST - 3] + "..."
 
 
 def _refuse_unusable(folder: Path, cfg: RunConfig) -> None:

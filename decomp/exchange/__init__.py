@@ -1,0 +1,1 @@
+"""Factors in other layouts: read, migrate, export."""

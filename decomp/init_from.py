@@ -1,0 +1,172 @@
+"""``init_from``: a new run that begins with the decomposition of another one, for fine-tuning.
+
+Components and CI function are taken; optimizers, sources, averages and the step are fresh, and the faithfulness warm-up
+is skipped: the components are faithful already, and it would move them by L1 alone (SPEC T6). Where the other run has
+components only, as after ``migrate``, the CI function is drawn fresh. ``lineage.txt`` in the run folder names the
+ancestors, oldest first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from decomp.checkpoint import Tree, newest_whole, restore_decomposition, restore_item
+from decomp.config.changes import differing
+from decomp.config.errors import UserError
+from decomp.config.schema import RunConfig
+from decomp.folder import open_folder, write_text
+from decomp.manifest import first_of, read_manifest, refuse_other_format
+
+LINEAGE = "lineage.txt"
+SIZES = ("d_in", "d_out", "C")
+Sites = Mapping[str, Mapping[str, Any]]  # a site table as a manifest has it
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A whole decomposition of another run."""
+
+    folder: Path
+    step: int
+    manifest: Mapping[str, Any]
+
+    @property
+    def sites(self) -> Sites:
+        return self.manifest["identity"]["sites"]
+
+    @property
+    def item(self) -> Path:
+        return self.folder / "checkpoints" / str(self.step) / "decomposition"
+
+    @property
+    def has_ci_fn(self) -> bool:
+        return bool(self.shapes("ci_fn"))
+
+    @property
+    def content(self) -> str:
+        """Hash of what the decomposition's files hold, wherever they lie."""
+        files = {n: v for n, v in self.manifest["files"].items() if n.startswith("decomposition/")}
+        return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def line(self) -> str:
+        return f"{self.folder} after {self.step} updates, content {self.content}"
+
+    def shapes(self, part: str) -> dict[str, list[int]]:
+        """Array name -> shape, of ``components`` or ``ci_fn``."""
+        entries = [e for e in self.manifest["arrays"] if e["path"][:2] == ["decomposition", part]]
+        return {"/".join(e["path"][2:]): list(e["shape"]) for e in entries}
+
+
+def find(cfg: RunConfig) -> Origin | None:
+    """What ``cfg`` begins with, its files checked; None where it begins with draws.
+
+    Raises UserError where there is no run, or no whole decomposition of the step that is asked for.
+    """
+    if cfg.init_from is None:
+        return None
+    folder = _folder(cfg.init_from)
+    step, damage = newest_whole(folder / "checkpoints", ("decomposition",), cfg.init_from_step)
+    if step is None:
+        why = first_of([f"{s} is damaged ({reason})" for s, reason in damage.items()]) or "it has no checkpoint yet"
+        raise UserError(f"init_from={cfg.init_from}: no whole checkpoint there: {why}")
+    manifest = read_manifest(folder / "checkpoints" / str(step))
+    refuse_other_format(folder / "checkpoints" / str(step), manifest)
+    return Origin(folder, step, manifest)
+
+
+def _folder(text: str) -> Path:
+    folder = Path(text).expanduser().absolute()
+    return folder if (folder / "checkpoints").is_dir() else open_folder(folder, "init_from")
+
+
+def pinned(cfg: RunConfig) -> RunConfig:
+    """``cfg`` with the folder absolute and the step a number: what is written down, so that a requeue begins alike."""
+    origin = find(cfg)
+    if origin is None:
+        return cfg
+    return cfg.model_copy(update={"init_from": str(origin.folder), "init_from_step": origin.step})
+
+
+def check(origin: Origin, sites: Sites, decomposition: Tree) -> None:
+    """UserError where the origin has other sites, other C or another CI function than ``decomposition``."""
+    cut = lambda table: {n: {k: row[k] for k in SIZES} for n, row in table.items()}  # noqa: E731
+    found = [_told(path, old, new) for path, old, new in differing(cut(origin.sites), cut(sites))]
+    if found:
+        raise UserError(f"init_from={origin.folder}: its sites and C must be those of this run: {first_of(found)}")
+    mine = {"/".join(k.key for k in path): list(x.shape) for path, x in _leaves(decomposition["ci_fn"])}
+    found = [_told(path, old, new) for path, old, new in differing(origin.shapes("ci_fn"), mine)]
+    if origin.has_ci_fn and found:
+        raise UserError(
+            f"init_from={origin.folder}: its CI function is another: {first_of(found)}: set ci_fn as it did"
+        )
+
+
+def _leaves(tree: Tree) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(tree)
+
+
+def _told(path: str, old: Any, new: Any) -> str:
+    if ... in (old, new):
+        return f"{path} is {'not there' if old is ... else 'there only'}"
+    return f"{path} is {old} there, {new} here"
+
+
+def restore(origin: Origin, sites: Sites, abstract: Tree, fresh: Tree) -> Tree:
+    """The origin's decomposition where ``abstract`` (shapes with shardings) says; parts that it lacks are ``fresh``.
+
+    The fresh arrays that it replaces are deleted first: no device holds two decompositions.
+    """
+    check(origin, sites, abstract)
+    taken = [part for part in abstract if part != "ci_fn" or origin.has_ci_fn]
+    for x in jax.tree.leaves([fresh[part] for part in taken]):
+        x.delete()
+    if _stacked_alike(origin.sites, sites):
+        return fresh | restore_item(origin.item, {part: abstract[part] for part in taken})
+    _, stored, _ = restore_decomposition(origin.folder, origin.step)
+    stored["components"] = _restacked(stored["components"], origin.sites, sites, abstract["components"])
+    return fresh | {part: jax.tree.map(_placed, abstract[part], stored[part]) for part in taken}
+
+
+def _stacked_alike(theirs: Sites, mine: Sites) -> bool:
+    return all((theirs[n]["group"], theirs[n]["slot"]) == (row["group"], row["slot"]) for n, row in mine.items())
+
+
+def _restacked(stored: Tree, theirs: Sites, mine: Sites, abstract: Tree) -> Tree:
+    """Stacks of other groups, as other optimizer groups make them (SPEC T3), site by site."""
+    out: Tree = {group: {f: np.empty(x.shape, x.dtype) for f, x in pair.items()} for group, pair in abstract.items()}
+    for name, row in mine.items():
+        for factor, stack in out[row["group"]].items():
+            stack[row["slot"]] = stored[theirs[name]["group"]][factor][theirs[name]["slot"]]
+    return out
+
+
+def _placed(like: Any, array: np.ndarray) -> jax.Array:
+    array = np.asarray(array, like.dtype)
+    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: array[index])
+
+
+def record(origin: Origin, folder: Path) -> None:
+    """Writes lineage.txt: the origin's own ancestors, then the origin."""
+    try:
+        before = (origin.folder / LINEAGE).read_text(encoding="utf-8")
+    except OSError:
+        before = ""
+    write_text(folder / LINEAGE, f"{before}{origin.line}\n")
+
+
+def tell(origin: Origin, target: str, say: Callable[[str], None]) -> None:
+    """What a person should know of a run that begins so."""
+    say(f"begins with the decomposition of {origin.line}; no faithfulness warm-up")
+    if not origin.has_ci_fn:
+        say("it holds components and no CI function: that is drawn fresh")
+    if origin.manifest["identity"].get("target") not in (None, target):
+        say("warning: it decomposes another target: its components start from that one's weights")
