@@ -259,7 +259,7 @@ class Checkpoints:
         steps = good_steps(self.root)
         kept = set(steps[-self.keep_last :]) | {s for s in steps if self.keep_every and s % self.keep_every == 0}
         kept |= {self.best(steps)}
-        for step in set(steps) - kept - {newest}:
+        for step in set(step_folders(self.root)) - kept - {newest}:  # those without a manifest too: a kill left them
             (self.root / str(step) / MANIFEST).unlink(missing_ok=True)  # half deleted is never a checkpoint
             shutil.rmtree(self.root / str(step), ignore_errors=True)
         for folder in self.root.glob(f"*{ASIDE}"):

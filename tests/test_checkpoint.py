@@ -185,6 +185,14 @@ def test_leftovers_of_a_killed_save_do_not_block_it(run: Run) -> None:
     assert isinstance(again.save(5)[0], Saved)
 
 
+def test_what_a_kill_left_of_an_old_step_goes_with_the_next_save(run: Run) -> None:
+    """Killed while step 5 was being deleted: its manifest is gone, its bytes are not."""
+    run.save(10)
+    (run.root / "5" / "progress").mkdir(parents=True)
+    assert [type(e) for e in run.save(15)] == [Saved]
+    assert step_folders(run.root) == [10, 15]
+
+
 def test_full_disk_is_reported_retried_and_never_counted(tmp_path: Path) -> None:
     """Case 20, with room for the first save and half of the second: the write fails, not the check before it."""
     state = _state(1, rows=20_000)
