@@ -114,16 +114,19 @@ class Checkpoints:
                 f"{human(free)} free: free some space, or choose another disk with output_dir=..."
             )
 
-    def save(self, step: int, state: tuple[Tree, Tree]) -> None:
+    def save(self, step: int, state: tuple[Tree, Tree]) -> int:
         """Begins a save: returns when the state is copied to host memory. What became of it comes from ``poll``.
 
-        ``state`` is (decomposition, progress); its buffers may be donated as soon as this returns.
+        ``state`` is (decomposition, progress); its buffers may be donated as soon as this returns. The result is how
+        many saves had ended before this one began to write: the same number on every process.
         """
         self._join()
         ready, reason = processes.from_primary(lambda: self._prepare(step, tree_bytes(state)))
         if not ready:
-            return None if reason is None else self._fail(step, reason)
-        self._saves += 1
+            if reason is not None:
+                self._fail(step, reason)
+            return self._ended
+        self._saves, ended = self._saves + 1, self._ended
         began = time.monotonic()
         try:
             self._begin(step, state)
@@ -132,6 +135,7 @@ class Checkpoints:
         arguments = (step, arrays_of(state), began, reason)
         self._ending = threading.Thread(target=self._end, args=arguments, name="checkpoint", daemon=True)
         self._ending.start()
+        return ended
 
     @property
     def ended(self) -> int:

@@ -308,8 +308,8 @@ class Run:
     # ------------------------------------------------------------ saving
     def _save(self, step: int, state: State) -> None:
         self.logger.sync()
-        self.checkpoints.save(step, tuple(state))
-        self._report_saves(self.checkpoints.poll())
+        ended = self.checkpoints.save(step, tuple(state))
+        self._report_saves(self.checkpoints.poll(ended))  # this one is told later, at the same step everywhere
 
     def _report_saves(self, events: Sequence[Saved | Failed], then: str = "; trying again") -> None:
         for event in events:
