@@ -231,13 +231,23 @@ class Checkpoints:
     def _fail(self, step: int, reason: str) -> None:
         self._reset()  # the manager still lists the step that failed
         if processes.is_primary():
-            for leftover in (self.root / str(step), *self.root.glob(f"{step}.orbax-checkpoint-tmp*")):
-                shutil.rmtree(leftover, ignore_errors=True)
+            self._clear(step)
         with warnings.catch_warnings():
             # Orbax leaves coroutines behind when it fails early; Python would say so, at any later moment.
             warnings.simplefilter("ignore", RuntimeWarning)
             gc.collect()
         self._put(Failed(step, reason))
+
+    def _clear(self, step: int) -> None:
+        """Removes what a failed save left. Other writes of orbax's may still be under way and make their folders anew, so
+        that it is looked for again until it stays away."""
+        for pause in (0.0, 0.05, 0.2, 1.0):
+            time.sleep(pause)
+            left = [self.root / str(step), *self.root.glob(f"{step}.orbax-checkpoint-tmp*")]
+            if pause and not any(path.exists() for path in left):
+                return
+            for path in left:
+                shutil.rmtree(path, ignore_errors=True)
 
     def _put(self, event: Saved | Failed) -> None:
         self._events.put(event)
