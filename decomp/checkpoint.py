@@ -239,8 +239,8 @@ class Checkpoints:
         self._put(Failed(step, reason))
 
     def _clear(self, step: int) -> None:
-        """Removes what a failed save left. Other writes of orbax's may still be under way and make their folders anew, so
-        that it is looked for again until it stays away."""
+        """Removes what a failed save left. Other writes of orbax's may still be under way and make their folders anew:
+        it is looked for again until it stays away."""
         for pause in (0.0, 0.05, 0.2, 1.0):
             time.sleep(pause)
             left = [self.root / str(step), *self.root.glob(f"{step}.orbax-checkpoint-tmp*")]
