@@ -141,5 +141,6 @@ def test_poison_ends_with_exit_3_the_term_and_the_last_good_checkpoint(decomp_cl
     assert good.parent == folder / "checkpoints"
     opened = decomp.open_run(folder, int(good.name))
     assert all(np.isfinite(opened.V(site)).all() for site in opened.sites)
-    assert [row["guard/bad_term"] for row in lines(folder)][:2] == [None, "faithfulness"]
+    named = [row["guard/bad_term"] for row in lines(folder) if "guard/bad_term" in row]
+    assert named == [None, "faithfulness", "faithfulness", "faithfulness"][: len(named)] and len(named) >= 3
     assert not (folder / "run.lock").exists() and "Traceback" not in done.stderr
