@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from decomp import processes
 from decomp.checkpoint import Tree, newest_whole, restore_decomposition, restore_item
 from decomp.config.changes import differing
 from decomp.config.errors import UserError
@@ -90,10 +91,15 @@ def _folder(text: str) -> Path:
 
 def pinned(cfg: RunConfig) -> RunConfig:
     """``cfg`` with the folder absolute and the step a number: what is written down, so that a requeue begins alike."""
-    origin = find(cfg)
-    if origin is None:
+    where = processes.from_primary(lambda: _where(cfg))  # the origin may be training on
+    if where is None:
         return cfg
-    return cfg.model_copy(update={"init_from": str(origin.folder), "init_from_step": origin.step})
+    return cfg.model_copy(update={"init_from": where[0], "init_from_step": where[1]})
+
+
+def _where(cfg: RunConfig) -> tuple[str, int] | None:
+    origin = find(cfg)
+    return None if origin is None else (str(origin.folder), origin.step)
 
 
 def check(origin: Origin, sites: Sites, decomposition: Tree) -> None:
