@@ -137,8 +137,8 @@ class Regrouped(FakeTrainer):
             rows = Table().to_json()
             return {name: row | {"group": f"stack {row['slot']}", "slot": 0} for name, row in rows.items()}
 
-    def init_state(self) -> State:
-        state = super().init_state()
+    def _init(self) -> State:
+        state = super()._init()
         (pair,) = state.decomposition["components"].values()
         stacks = {f"stack {i}": {f: x[i : i + 1] for f, x in pair.items()} for i in range(2)}
         return state._replace(decomposition=state.decomposition | {"components": stacks})
