@@ -4,6 +4,7 @@ VENV ?= .venv
 EXTRAS ?= dev
 PY := $(VENV)/bin/python
 WORKERS ?= 2
+TESTS ?= tests
 
 .PHONY: install check test test-slow
 
@@ -17,7 +18,7 @@ check:
 	$(PY) -m pyright --pythonpath $(PY)
 
 test:
-	$(PY) -m pytest -n $(WORKERS) -m 'not slow'
+	$(PY) -m pytest -n $(WORKERS) -m 'not slow' $(TESTS)
 
 test-slow:
-	$(PY) -m pytest -n $(WORKERS) -m slow
+	$(PY) -m pytest -n $(WORKERS) -m slow $(TESTS)
