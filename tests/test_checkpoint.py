@@ -340,7 +340,7 @@ def _env() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
 
 
-def _wait_for(thing: Callable[[], Any], child: subprocess.Popen[bytes], seconds: float = 60) -> Any:
+def _wait_for(thing: Callable[[], Any], child: subprocess.Popen[bytes], seconds: float = 150) -> Any:
     end = time.monotonic() + seconds
     while (found := thing()) is None:
         assert child.poll() is None, f"the run ended with {child.returncode}"

@@ -116,7 +116,8 @@ def test_a_newer_format_is_refused_not_damaged(step: Path, monkeypatch: pytest.M
     ],
 )
 def test_another_target_or_text_is_told_with_the_way_on(step: Path, what: str, told: str) -> None:
-    write_manifest(step, 7, IDENTITY | {"data": "t"}, ARRAYS)
+    progress = {"path": ["progress", "step"], "shape": [], "dtype": "int32"}
+    write_manifest(step, 7, IDENTITY | {"data": "t"}, [*ARRAYS, progress])
     with pytest.raises(UserError, match=told) as error:
         refuse_other(step, read_manifest(step), IDENTITY | {"data": "t"} | {what: "x"}, ({}, {}))
     assert "\n" not in str(error.value)
