@@ -331,7 +331,13 @@ def _compare(got: tree.Tree, expected: tree.Tree, rel: float = 1e-6) -> None:
         close(got_leaves[path], leaf, rel)
 
 
-@pytest.mark.parametrize("cfg", [EVERYTHING, SHARED], ids=["everything", "shared_over_microbatches"])
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        pytest.param(EVERYTHING, id="everything"),
+        pytest.param(SHARED, id="shared_over_microbatches", marks=pytest.mark.slow),
+    ],
+)
 def test_two_steps(cfg: schema.RunConfig) -> None:
     run, rng = Run(cfg), np.random.default_rng(0)
     here, theirs = run.state, run.initial()

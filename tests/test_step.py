@@ -107,7 +107,9 @@ def same_metrics(a: list[dict[str, float]], b: list[dict[str, float]], rel: floa
 
 
 # ---------------------------------------------------------------- T8, R1, remat
-@pytest.mark.parametrize("variant", ["two windows", "four windows, reordered, recomputed"])
+@pytest.mark.parametrize(
+    "variant", [pytest.param("two windows", marks=pytest.mark.slow), "four windows, reordered, recomputed"]
+)
 def test_the_same_two_steps(variant: str):
     """T8: microbatches; case 18 and R1: the order of terms; layers recomputed: all give the plain step's values.
 
