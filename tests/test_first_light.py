@@ -114,6 +114,7 @@ def test_a_run_is_extended_and_begun_with(decomp_cli: Cli, tmp_path: Path, cache
     assert "model.layers.0.self_attn.q_proj is there only" in refused.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_foreign_model_is_decomposed(decomp_cli: Cli, tmp_path: Path, cached: dict[str, str]) -> None:
     """stories260K: another architecture's sizes, fp32, its own tokenizer."""
