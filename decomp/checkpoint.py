@@ -36,11 +36,12 @@ from decomp.manifest import (
     MANIFEST,
     Tree,
     arrays_of,
-    damage_of,
+    damaged_steps,
+    find_decomposition,
     good_steps,
+    newest_whole,
     read_manifest,
     refuse_other,
-    refuse_other_format,
     step_folders,
     write_manifest,
 )
@@ -304,7 +305,7 @@ class Checkpoints:
         for bad, reason in damage.items():
             self.say(f"checkpoint {bad} is damaged ({reason}): " + _instead(found))
         if found is None:
-            raise UserError(f"{self.root}: no whole checkpoint is left: " + _list(damage))
+            raise UserError(f"{self.root}: no whole checkpoint is left: " + "; ".join(damaged_steps(damage)))
         manifest = read_manifest(self.root / str(found))
         refuse_other(self.root / str(found), manifest, self.identity, abstract)
         restored = tuple(
@@ -320,13 +321,11 @@ def restore_decomposition(folder: Path, step: int | None = None) -> tuple[int, T
 
     Reads the bytes of the decomposition and no others, changes nothing. UserError where no step is whole.
     """
-    root = folder.absolute() / "checkpoints"
-    found, damage = newest_whole(root, ("decomposition",), step)
-    if found is None:
-        raise UserError(f"{root}: " + (_list(damage) if damage else "no checkpoint yet"))
-    manifest = read_manifest(root / str(found))
-    refuse_other_format(root / str(found), manifest)
-    return found, read_item(root / str(found), "decomposition"), manifest
+    folder = folder.absolute()
+    found = find_decomposition(
+        folder, step, lambda damaged: f"{folder / 'checkpoints'}: {'; '.join(damaged) or 'no checkpoint yet'}"
+    )
+    return found.step, read_item(found.checkpoint, "decomposition"), dict(found.manifest)
 
 
 def read_item(checkpoint: Path, item: str) -> Tree:
@@ -334,10 +333,13 @@ def read_item(checkpoint: Path, item: str) -> Tree:
     tree: Tree = {}
     for entry in read_manifest(checkpoint)["arrays"]:
         if entry["path"][0] == item:
-            # A broadcast zero costs no memory and asks orbax for numpy, which needs no device.
-            leaf = np.broadcast_to(np.zeros((), jax.numpy.dtype(entry["dtype"])), entry["shape"])
-            _set(tree, entry["path"][1:], leaf)
+            _set(tree, entry["path"][1:], _as_numpy(entry["shape"], jax.numpy.dtype(entry["dtype"])))
     return restore_item(checkpoint / item, tree, partly=True)  # empty dictionaries are not in the manifest
+
+
+def _as_numpy(shape: Iterable[int], dtype: Any) -> np.ndarray:
+    """Asks orbax for numpy, which needs no device; a broadcast zero costs no memory."""
+    return np.broadcast_to(np.zeros((), dtype), tuple(shape))
 
 
 def _hush_closed_loops() -> None:
@@ -368,20 +370,6 @@ def restore_item(path: Path, abstract: Tree, partly: bool = False) -> Tree:
         return door.restore(path, args=args)
 
 
-def newest_whole(root: Path, items: Iterable[str], step: int | None) -> tuple[int | None, dict[int, str]]:
-    """(newest step whose ``items`` are whole, {damaged step: reason}); with ``step`` only that one is looked at."""
-    steps = step_folders(root)
-    if step is not None and step not in steps:
-        raise UserError(f"{root}: no checkpoint of step {step}; there are {', '.join(map(str, steps)) or 'none'}")
-    damage: dict[int, str] = {}
-    for candidate in [step] if step is not None else reversed(steps):
-        reason = damage_of(root / str(candidate), items)
-        if reason is None:
-            return candidate, damage
-        damage[candidate] = reason
-    return None, damage
-
-
 def _newest(root: Path, step: int | None) -> tuple[int | None, list[tuple[int, str]]]:
     found, damage = newest_whole(root, ITEMS, step)
     return found, list(damage.items())
@@ -389,10 +377,6 @@ def _newest(root: Path, step: int | None) -> tuple[int | None, list[tuple[int, s
 
 def _instead(found: int | None) -> str:
     return "it is set aside" if found is None else f"going back to {found}"
-
-
-def _list(damage: Mapping[int, str]) -> str:
-    return "; ".join(f"{step} is damaged ({reason})" for step, reason in damage.items())
 
 
 def _set(tree: Tree, path: list[str], leaf: Any) -> None:
@@ -501,7 +485,7 @@ def item_leaves(item: Path) -> dict[Keys, tuple[tuple[int, ...], np.dtype]]:
 
 def read_leaf(item: Path, path: Keys, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """One array of an orbax item as numpy, without reading another."""
-    like = _nested({path: np.broadcast_to(np.zeros((), dtype), shape)})  # which costs no memory
+    like = _nested({path: _as_numpy(shape, dtype)})
     as_numpy = _nested({path: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)})  # whatever devices it came from
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as door:
         wanted = ocp.args.PyTreeRestore(item=like, restore_args=as_numpy, partial_restore=True)

@@ -84,6 +84,11 @@ def check_output(cfg: RunConfig) -> Path:
     return root
 
 
+def is_free(path: Path) -> bool:
+    """Whether nothing is at ``path`` but perhaps an empty folder."""
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+
+
 def mint(cfg: RunConfig) -> Path:
     """Creates ``outputs/<experiment>/<run_id>``: mkdir decides who owns a name (cases 1 and 2)."""
     root = check_output(cfg)

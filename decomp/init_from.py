@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +18,20 @@ import jax
 import numpy as np
 
 from decomp import processes
-from decomp.checkpoint import Tree, newest_whole, restore_decomposition, restore_item
+from decomp.checkpoint import Tree, read_item, restore_item
 from decomp.config.changes import differing
 from decomp.config.errors import UserError
 from decomp.config.schema import RunConfig
 from decomp.folder import open_folder, write_text
-from decomp.manifest import first_of, read_manifest, refuse_other_format
+from decomp.manifest import Whole, find_decomposition, first_of, read_manifest
 
 LINEAGE = "lineage.txt"
 SIZES = ("d_in", "d_out", "C")
 Sites = Mapping[str, Mapping[str, Any]]  # a site table as a manifest has it
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(Whole):
     """A whole decomposition of another run."""
-
-    folder: Path
-    step: int
-    manifest: Mapping[str, Any]
-
-    @property
-    def sites(self) -> Sites:
-        return self.manifest["identity"]["sites"]
-
-    @property
-    def item(self) -> Path:
-        return self.folder / "checkpoints" / str(self.step) / "decomposition"
 
     @property
     def has_ci_fn(self) -> bool:
@@ -63,8 +49,7 @@ class Origin:
 
     def shapes(self, part: str) -> dict[str, list[int]]:
         """Array name -> shape, of ``components`` or ``ci_fn``."""
-        entries = [e for e in self.manifest["arrays"] if e["path"][:2] == ["decomposition", part]]
-        return {"/".join(e["path"][2:]): list(e["shape"]) for e in entries}
+        return {"/".join(path): list(shape) for path, (shape, _) in self.arrays(part).items()}
 
 
 def find(cfg: RunConfig) -> Origin | None:
@@ -74,14 +59,13 @@ def find(cfg: RunConfig) -> Origin | None:
     """
     if cfg.init_from is None:
         return None
-    folder = _folder(cfg.init_from)
-    step, damage = newest_whole(folder / "checkpoints", ("decomposition",), cfg.init_from_step)
-    if step is None:
-        why = first_of([f"{s} is damaged ({reason})" for s, reason in damage.items()]) or "it has no checkpoint yet"
-        raise UserError(f"init_from={cfg.init_from}: no whole checkpoint there: {why}")
-    manifest = read_manifest(folder / "checkpoints" / str(step))
-    refuse_other_format(folder / "checkpoints" / str(step), manifest)
-    return Origin(folder, step, manifest)
+    said = f"init_from={cfg.init_from}: no whole checkpoint there: "
+    found = find_decomposition(
+        _folder(cfg.init_from),
+        cfg.init_from_step,
+        lambda damaged: said + (first_of(damaged) or "it has no checkpoint yet"),
+    )
+    return Origin(found.folder, found.step, found.manifest)
 
 
 def _folder(text: str) -> Path:
@@ -100,6 +84,14 @@ def pinned(cfg: RunConfig) -> RunConfig:
 def _where(cfg: RunConfig) -> tuple[str, int] | None:
     origin = find(cfg)
     return None if origin is None else (str(origin.folder), origin.step)
+
+
+def of_pinned(cfg: RunConfig) -> Origin | None:
+    """``find`` of a config that ``pinned`` has just given, whose files are checked: a decomposition may be large."""
+    if cfg.init_from is None or cfg.init_from_step is None:
+        return None
+    folder = Path(cfg.init_from)
+    return Origin(folder, cfg.init_from_step, read_manifest(folder / "checkpoints" / str(cfg.init_from_step)))
 
 
 def check(origin: Origin, sites: Sites, decomposition: Tree) -> None:
@@ -137,7 +129,7 @@ def restore(origin: Origin, sites: Sites, abstract: Tree, fresh: Tree) -> Tree:
         x.delete()
     if _stacked_alike(origin.sites, sites):
         return fresh | restore_item(origin.item, {part: abstract[part] for part in taken})
-    _, stored, _ = restore_decomposition(origin.folder, origin.step)
+    stored = read_item(origin.checkpoint, "decomposition")
     stored["components"] = _restacked(stored["components"], origin.sites, sites, abstract["components"])
     return fresh | {part: jax.tree.map(_placed, abstract[part], stored[part]) for part in taken}
 

@@ -47,8 +47,9 @@ def start(cfg: RunConfig, overrides: Sequence[str], build: Build) -> int:
     if processes.is_primary():
         check_output(cfg)
     cfg = init_from.pinned(cfg)
+    origin = init_from.of_pinned(cfg)
     trainer = build(cfg)  # before the folder: a target that does not load leaves nothing behind
-    if (origin := init_from.find(cfg)) is not None:
+    if origin is not None:
         init_from.check(origin, trainer.table.to_json(), trainer.abstract_state().decomposition)
     folder = processes.from_primary(lambda: str(create(cfg, overrides)))
     return run(cfg, Path(folder), lambda _: trainer)

@@ -10,9 +10,10 @@ import json
 import mmap
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,66 @@ def _checksum(path: Path) -> int:
         return 0
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
         return zlib.crc32(view)
+
+
+# ---------------------------------------------------------------- what of a run folder is whole
+def newest_whole(root: Path, items: Iterable[str], step: int | None) -> tuple[int | None, dict[int, str]]:
+    """(newest step whose ``items`` are whole, {damaged step: reason}); with ``step`` only that one is looked at."""
+    steps = step_folders(root)
+    if step is not None and step not in steps:
+        raise UserError(f"{root}: no checkpoint of step {step}; there are {', '.join(map(str, steps)) or 'none'}")
+    damage: dict[int, str] = {}
+    for candidate in [step] if step is not None else reversed(steps):
+        reason = damage_of(root / str(candidate), items)
+        if reason is None:
+            return candidate, damage
+        damage[candidate] = reason
+    return None, damage
+
+
+def damaged_steps(damage: Mapping[int, str]) -> list[str]:
+    return [f"{step} is damaged ({reason})" for step, reason in damage.items()]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The decomposition of a run folder at one step, found whole and not yet read."""
+
+    folder: Path
+    step: int
+    manifest: Mapping[str, Any]
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoints" / str(self.step)
+
+    @property
+    def item(self) -> Path:
+        return self.checkpoint / "decomposition"
+
+    @property
+    def sites(self) -> Mapping[str, Mapping[str, Any]]:
+        """The site table."""
+        return self.manifest["identity"]["sites"]
+
+    def arrays(self, part: str) -> dict[tuple[str, ...], tuple[tuple[int, ...], str]]:
+        """Path within ``components`` or ``ci_fn`` -> (shape, dtype)."""
+        entries = [e for e in self.manifest["arrays"] if e["path"][:2] == ["decomposition", part]]
+        return {tuple(e["path"][2:]): (tuple(e["shape"]), e["dtype"]) for e in entries}
+
+
+def find_decomposition(folder: Path, step: int | None, otherwise: Callable[[list[str]], str]) -> Whole:
+    """The newest whole decomposition of a run folder, or that of ``step``, its files checked.
+
+    Raises UserError where there is none, in the words of ``otherwise`` for the damaged ones, or of another format.
+    """
+    root = folder / "checkpoints"
+    found, damage = newest_whole(root, ("decomposition",), step)
+    if found is None:
+        raise UserError(otherwise(damaged_steps(damage)))
+    manifest = read_manifest(root / str(found))
+    refuse_other_format(root / str(found), manifest)
+    return Whole(folder, found, manifest)
 
 
 # ---------------------------------------------------------------- refusing what does not fit

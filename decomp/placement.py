@@ -234,7 +234,7 @@ def report(tree: Any, sizes: Mapping[str, int], waypoints: Mapping[str, Mapping[
         passes = (_axes(w[name]) if name in w else "" for w in waypoints.values())
         rows.append((name, shape, leaf.layout, _axes(leaf.dims(sizes)), f"1/{leaf.ways(sizes)}", *passes))
     note = "moments of optimizers and sources rest as their parameters and sources do"
-    return "\n".join([*(line.rstrip() for line in aligned.lines(rows)), note])
+    return "\n".join([*aligned.lines(rows), note])
 
 
 def _axes(dims: Dims) -> str:

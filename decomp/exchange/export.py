@@ -10,47 +10,35 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from decomp.checkpoint import human, newest_whole, read_leaf, require_space
+from decomp.checkpoint import human, read_leaf, require_space
 from decomp.config.errors import UserError
 from decomp.config.schema import RunConfig
 from decomp.exchange.names import FACTORS
-from decomp.folder import explain, read_config, writing
-from decomp.manifest import read_manifest, refuse_other_format
+from decomp.folder import explain, is_free, read_config, writing
+from decomp.manifest import Whole, find_decomposition
 
 STEM = "decomposition"
 INDEX = f"{STEM}.safetensors.index.json"
-Row = Mapping[str, Any]  # of the site table in a manifest
 
 
 @dataclass(frozen=True)
-class Found:
-    """A whole decomposition of a run, not yet read."""
+class Found(Whole):
+    """A whole decomposition of a run, not yet read, and the run's config."""
 
-    folder: Path
-    step: int
     config: RunConfig
-    manifest: Mapping[str, Any]
 
-    @property
-    def item(self) -> Path:
-        return self.folder / "checkpoints" / str(self.step) / "decomposition"
-
-    @property
-    def table(self) -> dict[str, Row]:
-        return self.manifest["identity"]["sites"]
-
-    @property
+    @cached_property
     def stacks(self) -> dict[tuple[str, str], tuple[tuple[int, ...], np.dtype]]:
         """(group, factor) -> (shape, dtype)."""
-        entries = [e for e in self.manifest["arrays"] if e["path"][:2] == ["decomposition", "components"]]
-        return {(e["path"][2], e["path"][3]): (tuple(e["shape"]), np.dtype(e["dtype"])) for e in entries}
+        arrays = self.arrays("components").items()
+        return {(group, factor): (shape, np.dtype(dtype)) for (group, factor), (shape, dtype) in arrays}
 
     @property
     def nbytes(self) -> int:
@@ -59,14 +47,10 @@ class Found:
 
 def find(folder: Path, step: int | None) -> Found:
     """The newest whole decomposition of a run folder, or that of ``step``. UserError where there is none."""
-    root = folder / "checkpoints"
-    found, damage = newest_whole(root, ("decomposition",), step)
-    if found is None:
-        said = "; ".join(f"{s} is damaged ({why})" for s, why in damage.items())
-        raise UserError(f"run={folder}: " + (said or "no checkpoint yet"))
-    manifest = read_manifest(root / str(found))
-    refuse_other_format(root / str(found), manifest)
-    return Found(folder, found, read_config(folder), manifest)
+    whole = find_decomposition(
+        folder, step, lambda damaged: f"run={folder}: {'; '.join(damaged) or 'no checkpoint yet'}"
+    )
+    return Found(whole.folder, whole.step, whole.manifest, read_config(folder))
 
 
 def write(found: Found, out: Path, limit: int) -> Iterator[str]:
@@ -75,7 +59,7 @@ def write(found: Found, out: Path, limit: int) -> Iterator[str]:
     ``limit`` is the bytes of a file; a larger matrix has one of its own. UserError for an ``out`` that exists, and
     for a disk that is too small.
     """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if not is_free(out):
         raise UserError(f"out={out}: exists already: give a folder that does not, with out=...")
     part = out.with_name(f".{out.name}.exporting")
     with writing(part, "out"):
@@ -91,7 +75,7 @@ def write(found: Found, out: Path, limit: int) -> Iterator[str]:
         os.rename(part, out)
     except OSError as error:
         raise explain(error, part, "out") from error
-    yield f"{out}: step {found.step}, {len(found.table)} sites, {human(found.nbytes)}; see README.md there"
+    yield f"{out}: step {found.step}, {len(found.sites)} sites, {human(found.nbytes)}; see README.md there"
 
 
 def _shards(found: Found, limit: int) -> list[list[str]]:
@@ -110,7 +94,7 @@ def _shards(found: Found, limit: int) -> list[list[str]]:
 
 
 def _by_slot(found: Found, group: str) -> list[str]:
-    rows = {site: row["slot"] for site, row in found.table.items() if row["group"] == group}
+    rows = {site: row["slot"] for site, row in found.sites.items() if row["group"] == group}
     return sorted(rows, key=rows.__getitem__)
 
 
@@ -148,7 +132,7 @@ def _tensors(found: Found) -> Iterator[tuple[str, np.ndarray]]:
 
 def page(found: Found) -> str:
     """README.md: what the files hold and how to read them with numpy and safetensors alone."""
-    sites, target = found.table, found.config.target
+    sites, target = found.sites, found.config.target
     rows = "\n".join(
         f"| `{s}` | {r['kind']} | {r['layer']} | {r['d_in']} | {r['d_out']} | {r['C']} |" for s, r in sites.items()
     )

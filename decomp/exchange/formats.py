@@ -11,13 +11,13 @@ import numpy as np
 
 from decomp import manifest as mf
 from decomp import upgrade
-from decomp.checkpoint import Keys, empty_nodes, human, newest_whole, read_leaf
+from decomp.checkpoint import Keys, empty_nodes, human, read_leaf
 from decomp.config import load
 from decomp.config.errors import UserError
 from decomp.exchange import staging
 from decomp.exchange.sources import fingerprint
 from decomp.folder import CONFIG, LOCK, record_launch, write_config
-from decomp.manifest import ITEMS, read_manifest
+from decomp.manifest import ITEMS, damaged_steps, newest_whole, read_manifest
 
 LEFT_OUT = ("checkpoints", CONFIG, LOCK, f".{LOCK}*", "*.part")
 
@@ -30,7 +30,7 @@ def job(src: Path, step: int | None) -> staging.Job:
     root = src / "checkpoints"
     found, damage = newest_whole(root, ITEMS, step)
     if found is None:
-        reason = "; ".join(f"{s} is damaged ({why})" for s, why in damage.items())
+        reason = "; ".join(damaged_steps(damage))
         raise UserError(f"src={src}: no whole checkpoint there" + (f": {reason}" if reason else ""))
     manifest, what = read_manifest(root / str(found)), str(root / str(found))
     version = manifest["format"]
@@ -61,15 +61,9 @@ def job(src: Path, step: int | None) -> staging.Job:
 
 def _array(folder: Path, entry: dict[str, Any], version: int, what: str) -> staging.Array:
     item, *path = entry["path"]
-    shape, dtype = tuple(entry["shape"]), np.dtype(_numpy(entry["dtype"]))
+    shape, dtype = tuple(entry["shape"]), np.dtype(entry["dtype"])
     parts = partial(_whole, folder / item, tuple(path), shape, dtype)
     return staging.Array(upgrade.leaf((item, *path), version, what), shape, dtype, parts)
-
-
-def _numpy(name: str) -> Any:
-    import ml_dtypes
-
-    return getattr(ml_dtypes, name, name)
 
 
 def _whole(item: Path, path: Keys, shape: tuple[int, ...], dtype: np.dtype) -> staging.Parts:

@@ -18,7 +18,7 @@ import numpy as np
 
 from decomp.checkpoint import CHUNK, SAVE_ERRORS, ItemWriter, Keys, human, read_leaf, require_space, short_reason
 from decomp.config.errors import UserError
-from decomp.folder import explain, write_text, writing
+from decomp.folder import explain, is_free, write_text, writing
 from decomp.lock import RunLock
 from decomp.manifest import differences, write_manifest
 
@@ -119,7 +119,7 @@ def carry_out(job: Job, dst: Path, say: Callable[[str], None] = print) -> None:
 
 def occupied(dst: Path, record: Mapping[str, Any]) -> bool:
     """True where ``dst`` is the finished work of this very record; UserError where it is anything but free."""
-    if not dst.exists() or (dst.is_dir() and not any(dst.iterdir())):
+    if is_free(dst):
         return False
     if dst.is_dir() and _read(dst / RECORD) == record:
         return True
