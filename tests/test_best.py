@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_runs import draw_nothing, go_on, start
 from fake_trainer import FakeTrainer, State, config
 
-from decomp import loop
 from decomp.best import Best
 from decomp.config.schema import Checkpoint, RunConfig
-from decomp.folder import read_config
 from decomp.loop import DONE
 from decomp.manifest import step_folders
 
 
-def _start(cfg: RunConfig, build: Callable[[RunConfig], Any] = FakeTrainer) -> tuple[int, Path]:
-    code = loop.start(cfg, [], build)
-    return code, max((Path(cfg.output_dir) / cfg.experiment).iterdir())
-
-
-def _go_on(folder: Path, build: Callable[[RunConfig], Any] = FakeTrainer, **changes: Any) -> int:
-    return loop.resume(read_config(folder).model_copy(update={"stop_after": None} | changes), folder, [], build)
-
-
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop.figures, "draw", lambda *_: iter(()))
+    draw_nothing(monkeypatch)
 
 
 class Scored(FakeTrainer):
@@ -52,9 +41,9 @@ def _keeping(tmp_path: Path, name: str, **more: Any) -> RunConfig:
 
 def test_the_best_checkpoint_is_kept_also_after_a_resume(tmp_path: Path, capsys: Any) -> None:
     """metrics.jsonl is the truth of which is the best."""
-    code, folder = _start(_keeping(tmp_path, "eval/kl_ci", stop_after=13), Scored)
+    code, folder = start(_keeping(tmp_path, "eval/kl_ci", stop_after=13), Scored)
     assert code == DONE and step_folders(folder / "checkpoints") == [10, 13]
-    assert _go_on(folder, Scored) == DONE
+    assert go_on(folder, Scored) == DONE
     assert step_folders(folder / "checkpoints") == [10, 20]
     assert "best checkpoint by eval/kl_ci: 10 (0.1)" in capsys.readouterr().out
 
@@ -63,7 +52,7 @@ def test_the_best_checkpoint_is_kept_also_after_a_resume(tmp_path: Path, capsys:
 def test_a_metric_that_no_record_has_is_said_and_ends_nothing(
     tmp_path: Path, capsys: Any, name: str, near: str
 ) -> None:
-    code, folder = _start(_keeping(tmp_path, name))
+    code, folder = start(_keeping(tmp_path, name))
     assert code == DONE and step_folders(folder / "checkpoints") == [20]
     (line,) = [x for x in capsys.readouterr().out.splitlines() if "no such metric" in x]
     assert line.startswith(f"warning: checkpoint.keep_best={name}: ") and f"did you mean {near}" in line

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,30 +12,21 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from fake_runs import draw_nothing, go_on, start
 from fake_trainer import FakeTrainer, State, Table, config
 
 from decomp import init_from, loop
 from decomp.checkpoint import restore_decomposition
 from decomp.config.errors import UserError
-from decomp.config.schema import RunConfig
 from decomp.folder import read_config
 from decomp.logger import read_metrics
 from decomp.loop import DONE
 from decomp.manifest import write_manifest
 
 
-def _start(cfg: RunConfig, build: Callable[[RunConfig], Any] = FakeTrainer) -> tuple[int, Path]:
-    code = loop.start(cfg, [], build)
-    return code, max((Path(cfg.output_dir) / cfg.experiment).iterdir())
-
-
-def _go_on(folder: Path, build: Callable[[RunConfig], Any] = FakeTrainer, **changes: Any) -> int:
-    return loop.resume(read_config(folder).model_copy(update={"stop_after": None} | changes), folder, [], build)
-
-
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop.figures, "draw", lambda *_: iter(()))
+    draw_nothing(monkeypatch)
 
 
 def _tree(folder: Path) -> tuple[int, list[bytes]]:
@@ -47,8 +37,8 @@ def _tree(folder: Path) -> tuple[int, list[bytes]]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.figures, "draw", lambda *_: iter(()))
-        code, folder = _start(config(tmp_path_factory.mktemp("whole")))
+        draw_nothing(patch)
+        code, folder = start(config(tmp_path_factory.mktemp("whole")))
     assert code == DONE
     return folder
 
@@ -72,7 +62,7 @@ class Seeing(FakeTrainer):
 
 def _from(tmp_path: Path, origin: Path, **more: Any) -> tuple[Path, State]:
     build = type("Here", (Seeing,), {"first": []})
-    code, folder = _start(config(tmp_path / "out", init_from=str(origin), stop_after=2, seed=1, **more), build)
+    code, folder = start(config(tmp_path / "out", init_from=str(origin), stop_after=2, seed=1, **more), build)
     assert code == DONE
     return folder, build.first[0]
 
@@ -91,7 +81,7 @@ def test_a_run_begins_with_another_ones_decomposition(tmp_path: Path, origin: Pa
     assert f"begins with the decomposition of {line}; no faithfulness warm-up" in said
     assert "faithfulness warm-up: 3" not in said
     shutil.rmtree(origin)  # a run that has a checkpoint needs its origin no more
-    assert _go_on(folder, stop_after=4) == DONE
+    assert go_on(folder, stop_after=4) == DONE
 
 
 def test_an_older_step_and_grandchildren(tmp_path: Path, origin: Path) -> None:

@@ -5,7 +5,6 @@ The kills are real: each launch is a process that sends itself SIGKILL in the mi
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -17,16 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
+from fake_runs import draw_nothing, final, go_on, metrics_lines
 from fake_trainer import FakeTrainer, config
 
 from decomp import loop
-from decomp.checkpoint import Checkpoints
-from decomp.folder import read_config
-from decomp.logger import read_metrics
-from decomp.loop import DONE, identity
+from decomp.loop import DONE
 from decomp.manifest import good_steps, step_folders
 
 pytestmark = pytest.mark.slow
@@ -118,18 +113,11 @@ def _run_folder(root: Path) -> Path:
     return folder
 
 
-def _go_on(folder: Path) -> int:
-    return loop.resume(read_config(folder).model_copy(update={"stop_after": None}), folder, [], FakeTrainer)
-
-
 def _outcome(folder: Path) -> tuple[list[bytes], list[str]]:
     """Every number of the last checkpoint, and metrics.jsonl without its clock."""
-    trainer = FakeTrainer(read_config(folder))
-    abstract = trainer.abstract_state()
-    found = Checkpoints(folder, 2, None, identity(trainer)).restore((abstract.decomposition, abstract.progress))
-    assert found is not None and found[0] == 20
-    lines = [json.dumps({k: v for k, v in r.items() if k != "time"}) for r in read_metrics(folder)]
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(found[1])], lines
+    step, numbers = final(folder)
+    assert step == 20
+    return numbers, metrics_lines(folder)
 
 
 @pytest.fixture(scope="module")
@@ -137,14 +125,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[bytes], list[s
     """What a run that nobody killed leaves."""
     root = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.figures, "draw", lambda *_: iter(()))
+        draw_nothing(patch)
         assert loop.start(config(root), [], FakeTrainer) == DONE
     return _outcome(_run_folder(root))
 
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop.figures, "draw", lambda *_: iter(()))
+    draw_nothing(monkeypatch)
 
 
 @pytest.mark.timeout(300)
@@ -155,7 +143,7 @@ def test_killed_and_gone_on_equals_uninterrupted(tmp_path: Path, whole: Any, whe
     _killed(moment, saved, tmp_path)
     folder = _run_folder(tmp_path)
     assert (folder / "run.lock").exists() and good_steps(folder / "checkpoints") == saved
-    assert _go_on(folder) == DONE
+    assert go_on(folder) == DONE
     assert _outcome(folder) == whole
     assert step_folders(folder / "checkpoints") == [15, 20]
     assert not (folder / "run.lock").exists() and (folder / "report.html").exists()
@@ -171,7 +159,7 @@ def test_killed_while_restoring_past_a_damaged_step(tmp_path: Path, whole: Any) 
     next((folder / "checkpoints" / "13" / "progress").rglob("manifest.ocdbt")).write_bytes(b"")
     _killed("after(checkpoint.Checkpoints, 'restore', 1)", [10], tmp_path, f"resume={folder}")
     assert step_folders(folder / "checkpoints") == [10]
-    assert _go_on(folder) == DONE
+    assert go_on(folder) == DONE
     assert _outcome(folder) == whole
 
 
@@ -185,5 +173,5 @@ def test_killed_at_random_moments_equals_uninterrupted(tmp_path: Path, whole: An
             assert child.stdout is not None and "run folder" in child.stdout.readline()
             time.sleep(moments.uniform(0, 1.5))
     folder = _run_folder(tmp_path)
-    assert _go_on(folder) == DONE
+    assert go_on(folder) == DONE
     assert _outcome(folder) == whole

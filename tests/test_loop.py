@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -16,37 +15,20 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from fake_runs import draw_nothing, final, go_on, metrics_lines, start
 from fake_trainer import FakeTrainer, State, config
 from several import FAKE
 from small_disk import fill, small_disk
 
 from decomp import loop
-from decomp.checkpoint import Checkpoints, restore_decomposition
+from decomp.checkpoint import restore_decomposition
 from decomp.config.errors import UserError
 from decomp.config.schema import RunConfig
 from decomp.folder import read_config
 from decomp.lock import RunLock
 from decomp.logger import read_metrics
-from decomp.loop import DIVERGED, DONE, PREEMPTED, identity
+from decomp.loop import DIVERGED, DONE, PREEMPTED
 from decomp.manifest import good_steps, step_folders
-
-
-def _start(cfg: RunConfig, build: Callable[[RunConfig], Any] = FakeTrainer) -> tuple[int, Path]:
-    code = loop.start(cfg, ["steps=20"], build)
-    return code, max((Path(cfg.output_dir) / cfg.experiment).iterdir())
-
-
-def _go_on(folder: Path, build: Callable[[RunConfig], Any] = FakeTrainer, **changes: Any) -> int:
-    cfg = read_config(folder).model_copy(update={"stop_after": None} | changes)
-    return loop.resume(cfg, folder, ["resumed"], build)
-
-
-def _final(folder: Path) -> tuple[int, list[bytes]]:
-    trainer = FakeTrainer(read_config(folder))
-    abstract = trainer.abstract_state()
-    found = Checkpoints(folder, 2, None, identity(trainer)).restore((abstract.decomposition, abstract.progress))
-    assert found is not None
-    return found[0], [np.asarray(x).tobytes() for x in jax.tree.leaves(found[1])]
 
 
 def _env() -> dict[str, str]:
@@ -54,27 +36,22 @@ def _env() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
 
 
-def _metrics(folder: Path) -> list[str]:
-    return [json.dumps({k: v for k, v in r.items() if k != "time"}) for r in read_metrics(folder)]
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was never stopped: what every interrupted one must equal (SPEC K3)."""
-    code, folder = _start(config(tmp_path_factory.mktemp("whole")))
+    code, folder = start(config(tmp_path_factory.mktemp("whole")))
     assert code == DONE
     return folder
 
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take most of a small run's time; ``whole`` is drawn, and test_figures.py looks at them."""
-    monkeypatch.setattr(loop.figures, "draw", lambda *_: iter(()))
+    draw_nothing(monkeypatch)
 
 
 def _assert_equal(folder: Path, whole: Path) -> None:
-    assert _final(folder) == _final(whole)
-    assert _metrics(folder) == _metrics(whole)
+    assert final(folder) == final(whole)
+    assert metrics_lines(folder) == metrics_lines(whole)
 
 
 # ---------------------------------------------------------------- a run from beginning to end
@@ -92,7 +69,7 @@ def test_a_run_leaves_a_whole_folder(whole: Path) -> None:
 
 
 def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, folder = _start(config(tmp_path))
+    code, folder = start(config(tmp_path))
     text = capsys.readouterr().out
     assert code == DONE
     for part in (f"run folder: {folder}", "2 sites in 1 stack group", "all  adamw", "4x4_C3  replicated",
@@ -116,7 +93,7 @@ def test_metrics_at_log_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     fetched: list[int] = []
     real = jax.device_get
     monkeypatch.setattr(loop.jax, "device_get", lambda tree: (fetched.append(len(tree)), real(tree))[1])
-    _start(config(tmp_path, logger__every=10))
+    start(config(tmp_path, logger__every=10))
     assert fetched.count(6) == 2 and all(n in (3, 6) for n in fetched)
 
 
@@ -124,23 +101,23 @@ def test_metrics_at_log_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("stop_after", [10, 13])
 def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, whole: Path, stop_after: int, capsys: Any) -> None:
     """SPEC K3, case 40; also where no checkpoint, log line or evaluation was due."""
-    code, folder = _start(config(tmp_path, stop_after=stop_after))
+    code, folder = start(config(tmp_path, stop_after=stop_after))
     assert code == DONE and step_folders(folder / "checkpoints")[-1] == stop_after
     assert f"resume run={folder}" in capsys.readouterr().out
     assert not (folder / "report.html").exists()
-    assert _go_on(folder) == DONE
+    assert go_on(folder) == DONE
     _assert_equal(folder, whole)
     assert (folder / "overrides.txt").read_text().count("# ") == 2
 
 
 def test_killed_between_checkpoints_equals_uninterrupted(tmp_path: Path, whole: Path) -> None:
     """Lines after the restored step are cut, a torn one too; each stands once at the end."""
-    _, folder = _start(config(tmp_path, stop_after=13))
+    _, folder = start(config(tmp_path, stop_after=13))
     shutil.rmtree(folder / "checkpoints" / "13")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 14, "loss/to')
     assert step_folders(folder / "checkpoints") == [10]
-    assert _go_on(folder) == DONE
+    assert go_on(folder) == DONE
     _assert_equal(folder, whole)
 
 
@@ -155,16 +132,16 @@ def test_kill_9_at_any_moment_equals_uninterrupted(tmp_path: Path, whole: Path, 
     assert (folder / "run.lock").exists()
     found = max(good_steps(folder / "checkpoints"), default=0)
     assert found in (saved, max(0, saved - 5))  # a slow disk may still have been writing the newest
-    again = _go_on(folder) if found else loop.run(read_config(folder), folder, FakeTrainer)
+    again = go_on(folder) if found else loop.run(read_config(folder), folder, FakeTrainer)
     assert again == DONE
     _assert_equal(folder, whole)
 
 
 def test_damaged_newest_resumes_from_the_one_before(tmp_path: Path, whole: Path, capsys: Any) -> None:
     """SPEC K4."""
-    _, folder = _start(config(tmp_path, stop_after=13))
+    _, folder = start(config(tmp_path, stop_after=13))
     next((folder / "checkpoints" / "13" / "decomposition").rglob("manifest.ocdbt")).unlink()
-    assert _go_on(folder) == DONE
+    assert go_on(folder) == DONE
     assert "checkpoint 13 is damaged" in capsys.readouterr().out
     _assert_equal(folder, whole)
 
@@ -212,19 +189,21 @@ def test_a_signal_finishes_the_step_saves_and_goes_on_equal(
 ) -> None:
     """Case 29; exit code 75."""
     before = signal.getsignal(sign)
-    code, folder = _start(config(tmp_path), _signalling(where, at, sign))
+    code, folder = start(config(tmp_path), _signalling(where, at, sign))
     assert code == PREEMPTED
     assert good_steps(folder / "checkpoints")[-1] == at
     text = capsys.readouterr().out
     assert f"{sign.name}: finishing this step" in text and f"resume run={folder}" in text
     assert signal.getsignal(sign) == before
-    assert _go_on(folder) == DONE
+    assert go_on(folder) == DONE
     _assert_equal(folder, whole)
 
 
 def test_a_signal_in_the_warm_up_has_nothing_to_save(tmp_path: Path, whole: Path, capsys: Any) -> None:
     """SPEC T6: its optimizer is thrown away, so it begins again; as a requeued job does."""
-    code, folder = _start(config(tmp_path, loss__faithfulness={"warmup": {"steps": 13}}), _signalling("warmup", 10))
+    code, folder = start(
+        config(tmp_path, loss__faithfulness={"warmup": {"steps": 13}}), _signalling("warmup", 10), ["steps=20"]
+    )
     assert code == PREEMPTED and step_folders(folder / "checkpoints") == []
     assert "python -m decomp steps=20" in capsys.readouterr().out
     assert loop.run(read_config(folder), folder, FakeTrainer) == DONE
@@ -258,11 +237,11 @@ def test_ctrl_c_twice_stops_at_once(tmp_path: Path) -> None:
 def test_a_complete_run_says_so(tmp_path: Path, whole: Path, capsys: Any) -> None:
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
-    assert _go_on(folder) == DONE
+    assert go_on(folder) == DONE
     assert "complete, all 20 updates are done" in capsys.readouterr().out
     (folder / "report.html").unlink()
-    assert _go_on(folder) == DONE
-    assert (folder / "report.html").exists() and _metrics(folder) == _metrics(whole)
+    assert go_on(folder) == DONE
+    assert (folder / "report.html").exists() and metrics_lines(folder) == metrics_lines(whole)
 
 
 def test_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -272,25 +251,25 @@ def test_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
         def target_hash(self) -> str:
             return "target-2"
 
-    _, folder = _start(config(tmp_path, stop_after=5))
+    _, folder = start(config(tmp_path, stop_after=5))
     with pytest.raises(UserError, match="target is target-1 in the checkpoint, target-2 here"):
-        _go_on(folder, Other)
+        go_on(folder, Other)
     assert "another decomposition" in (folder / "logs" / "run.log").read_text()
 
 
 def test_second_writer_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     """Case 43."""
-    _, folder = _start(config(tmp_path, stop_after=5))
+    _, folder = start(config(tmp_path, stop_after=5))
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     with RunLock(folder), pytest.raises(UserError, match="writes here"):
-        _go_on(folder, checkpoint=config(tmp_path, checkpoint__every=3).checkpoint)
+        go_on(folder, checkpoint=config(tmp_path, checkpoint__every=3).checkpoint)
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
 
 
 # ---------------------------------------------------------------- what is not finite
 def test_a_non_finite_update_is_named_and_skipped(tmp_path: Path, capsys: Any) -> None:
     """SPEC T7."""
-    code, folder = _start(config(tmp_path, max_skipped=3), lambda cfg: FakeTrainer(cfg, poison=(4, 8, 9)))
+    code, folder = start(config(tmp_path, max_skipped=3), lambda cfg: FakeTrainer(cfg, poison=(4, 8, 9)))
     assert code == DONE
     text = capsys.readouterr().out
     assert "step 4: recon/stochastic was not finite: update skipped (1 in a row)" in text
@@ -301,7 +280,7 @@ def test_a_non_finite_update_is_named_and_skipped(tmp_path: Path, capsys: Any) -
 
 
 def test_max_skipped_in_a_row_stops_with_the_last_good_checkpoint(tmp_path: Path, capsys: Any) -> None:
-    code, folder = _start(config(tmp_path, max_skipped=3), lambda cfg: FakeTrainer(cfg, poison=(7, 8, 9)))
+    code, folder = start(config(tmp_path, max_skipped=3), lambda cfg: FakeTrainer(cfg, poison=(7, 8, 9)))
     assert code == DIVERGED
     assert good_steps(folder / "checkpoints") == [5]
     text = capsys.readouterr().out
@@ -310,7 +289,7 @@ def test_max_skipped_in_a_row_stops_with_the_last_good_checkpoint(tmp_path: Path
 
 
 def test_divergence_in_the_last_update_is_no_success(tmp_path: Path) -> None:
-    code, folder = _start(config(tmp_path, max_skipped=2), lambda cfg: FakeTrainer(cfg, poison=(19, 20)))
+    code, folder = start(config(tmp_path, max_skipped=2), lambda cfg: FakeTrainer(cfg, poison=(19, 20)))
     assert code == DIVERGED and good_steps(folder / "checkpoints") == [10, 15]
 
 
@@ -338,7 +317,7 @@ def test_full_disk_is_said_retried_and_mended(tmp_path: Path, capsys: Any) -> No
     """Case 20."""
     with small_disk(tmp_path / "disk", "8m") as disk:
         build = type("Mended", (Filling,), {"disk": disk, "free": 11})
-        code, folder = _start(config(disk), lambda cfg: build(cfg, megabytes=1.0))
+        code, folder = start(config(disk), lambda cfg: build(cfg, megabytes=1.0))
         text = capsys.readouterr().out
         assert code == DONE, text
         assert "warning: checkpoint 10 was not saved: no space left" in text and "last good checkpoint is 5" in text
@@ -351,21 +330,21 @@ def test_disk_that_stays_full_ends_the_run_with_exit_2(tmp_path: Path, capsys: A
     with small_disk(tmp_path / "disk", "8m") as disk:
         build = type("Full", (Filling,), {"disk": disk})
         with pytest.raises(UserError, match=r"checkpoint 20 could not be saved: no space left.*the last good one is 5"):
-            _start(config(disk), lambda cfg: build(cfg, megabytes=1.0))
+            start(config(disk), lambda cfg: build(cfg, megabytes=1.0))
         (folder,) = (disk / "fake").iterdir()
         assert good_steps(folder / "checkpoints") == [5] and not (folder / "run.lock").exists()
         assert [r["step"] for r in read_metrics(folder) if "eval/kl_ci" in r] == [10, 20]
         (disk / "ballast").unlink()
-        assert _go_on(folder, lambda cfg: FakeTrainer(cfg, megabytes=1.0)) == DONE
+        assert go_on(folder, lambda cfg: FakeTrainer(cfg, megabytes=1.0)) == DONE
 
 
 def test_a_disk_too_small_for_two_saves_is_refused_at_start(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "3m") as disk, pytest.raises(UserError, match="two checkpoints need 4 MB"):
-        _start(config(disk), lambda cfg: FakeTrainer(cfg, megabytes=2.0))
+        start(config(disk), lambda cfg: FakeTrainer(cfg, megabytes=2.0))
 
 
 # ---------------------------------------------------------------- parts
 def test_profile_writes_a_trace(tmp_path: Path) -> None:
-    code, folder = _start(config(tmp_path, steps=4, profile__steps=[2, 3]))
+    code, folder = start(config(tmp_path, steps=4, profile__steps=[2, 3]))
     assert code == DONE
     assert list((folder / "profile").rglob("*.xplane.pb"))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from fake_runs import draw_nothing
 from fake_trainer import FakeTrainer
 
 from decomp import loop
@@ -45,7 +46,7 @@ def folder(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     fake = types.ModuleType("decomp.build")
     fake.build = FakeTrainer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "decomp.build", fake)
-    monkeypatch.setattr(loop.figures, "draw", lambda *_: iter(()))
+    draw_nothing(monkeypatch)
     shutil.copytree(stopped, tmp_path / "run")
     return tmp_path / "run"
 
