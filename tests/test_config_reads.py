@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -48,15 +49,18 @@ RUNS = [  # exit code, what is typed
         "+loss.recon.constant={coeff: 1e30, source: {kind: constant}, routing: {kind: probability}}",
     ]),
     (2, ["target=llama8b"]),
+    (2, [*SMALL, "init_from={empty}", "init_from_step=3"]),  # no checkpoint there
 ]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_field_of_every_kind_is_read(simulated: Callable[..., str]):
+def test_every_field_of_every_kind_is_read(simulated: Callable[..., str], tmp_path: Path):
     """A dtype, a flag, a threshold or a decay that is parsed and then never used fails here, whatever its name."""
     read: set[tuple[str, str]] = set()
-    for code, run in RUNS:
+    (tmp_path / "checkpoints").mkdir()
+    for code, words in RUNS:
+        run = [word.replace("{empty}", str(tmp_path)) for word in words]
         out = simulated(RECORD.replace("{overrides}", repr(run)).replace("{code}", str(code)), devices=1, timeout=420)
         (line,) = [line for line in out.splitlines() if line.startswith("READS ")]
         read |= {(owner, name) for owner, name in json.loads(line.removeprefix("READS "))}
