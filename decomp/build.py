@@ -10,7 +10,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from decomp import optim, processes, state
 from decomp import placement as pl
@@ -25,7 +25,7 @@ from decomp.data.base import Data
 from decomp.data.stdlib import StdlibData, cache_folder
 from decomp.eval import EvalResult, Evaluator
 from decomp.loss.objective import Model
-from decomp.mesh import build_mesh, connect
+from decomp.mesh import AXES, build_mesh, connect
 from decomp.placement import Axes
 from decomp.state import State
 from decomp.step import Step
@@ -116,12 +116,7 @@ class Trainer:
 def build(cfg: schema.RunConfig) -> Trainer:
     """Everything a run needs. Raises UserError for what only the target, the corpus or the devices can tell."""
     dtypes = configure_precision(cfg.precision)
-    folder = target_folder(cfg.target)
-    shape = pretrained.read_shape(folder)
-    if known_shape(cfg.target) not in (None, shape):
-        raise UserError(
-            f"target.path={cfg.target.path}: has other sizes than target={cfg.target.kind}; use target=llama"
-        )
+    folder, shape = open_target(cfg.target)
     tensors = pretrained.open_tensors(folder, shape)
     table = site_table(cfg, shape)
     mesh = build_mesh(cfg.mesh)
@@ -135,6 +130,24 @@ def build(cfg: schema.RunConfig) -> Trainer:
     target = place_target(tensors, shape, table, mesh, training.target_leaves, dtypes[1])
     evaluator = Evaluator(training, target, data, cfg)
     return Trainer(cfg, mesh, shape, table, data, tokenizer, target, training, evaluator, dtypes[0])
+
+
+def check(cfg: schema.RunConfig) -> None:
+    """What ``build`` can refuse without a device: target, sites, batch, tokenizer. The mesh is not ``auto``."""
+    folder, shape = open_target(cfg.target)
+    pretrained.open_tensors(folder, shape)
+    site_table(cfg, shape)
+    check_batch(cfg, AbstractMesh((cfg.mesh.replicate, cfg.mesh.fsdp, cfg.mesh.tp), AXES), shape)
+    pretrained.load_tokenizer(folder, shape.vocab)
+
+
+def open_target(cfg: schema.Target) -> tuple[Path, LlamaShape]:
+    """Folder and shape. Raises UserError where the folder holds another model than ``target=`` says."""
+    folder = target_folder(cfg)
+    shape = pretrained.read_shape(folder)
+    if known_shape(cfg) not in (None, shape):
+        raise UserError(f"target.path={cfg.path}: has other sizes than target={cfg.kind}; use target=llama")
+    return folder, shape
 
 
 def target_folder(cfg: schema.Target) -> Path:
@@ -201,7 +214,7 @@ def optim_groups(cfg: schema.RunConfig) -> dict[str, schema.AdamW | schema.Muon]
     return {n: g for n, g in cfg.optim.items() if g is not None}
 
 
-def check_batch(cfg: schema.RunConfig, mesh: Mesh, shape: LlamaShape) -> None:
+def check_batch(cfg: schema.RunConfig, mesh: Mesh | AbstractMesh, shape: LlamaShape) -> None:
     """Raises UserError where batch, length or heads do not fit the mesh or the target."""
     sizes = dict(mesh.shape)
     ways = sizes["replicate"] * sizes["fsdp"] * cfg.data.microbatches

@@ -48,7 +48,7 @@ def config(output_dir: Path | str, **changes: Any) -> RunConfig:
         "eval": {"every": 10},
         "checkpoint": {"every": 5},
         "logger": {"every": 2},
-        "launcher": {},
+        "launcher": {"kind": "local"},
         "precision": {},
     }
     for key, value in changes.items():

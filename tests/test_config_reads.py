@@ -50,6 +50,7 @@ RUNS = [  # exit code, what is typed
     ]),
     (2, ["target=llama8b"]),
     (2, [*SMALL, "init_from={empty}", "init_from_step=3"]),  # no checkpoint there
+    (0, [*SMALL, "launcher=slurm", "launcher.dry_run=true"]),
 ]  # fmt: skip
 
 

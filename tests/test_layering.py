@@ -40,12 +40,13 @@ ROWS = (
     {"build"},
     {"invariance", "plan", "exchange"},
     {"api"},
-    {"verbs"},
     {"launchers"},
+    {"verbs"},
     {"__main__"},
 )
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
-FILES = sorted(f for f in (ROOT / "decomp").rglob("*.py") if f != ROOT / "decomp" / "__init__.py")
+LAUNCHERS = sorted((ROOT / "decomp" / "launchers").glob("*.py"))  # a link, which rglob does not follow
+FILES = sorted({*(ROOT / "decomp").rglob("*.py"), *LAUNCHERS} - {ROOT / "decomp" / "__init__.py"})
 
 
 def module_of(file: Path) -> str:
@@ -87,7 +88,7 @@ def test_a_violation_is_found():
 
 def test_every_row_is_in_contributing():
     table = (ROOT / "CONTRIBUTING.md").read_text()
-    missing = [name for name in RANK if name != "launchers" and name.strip("_") not in table]
+    missing = [name for name in RANK if name.strip("_") not in table]
     assert missing == []
 
 

@@ -43,6 +43,7 @@ def test_the_wheel_holds_every_yaml_and_module(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
     conf = {f"decomp/{file.relative_to(ROOT)}" for file in (ROOT / "conf").rglob("*.yaml")}
     modules = {str(file.relative_to(ROOT)) for file in (ROOT / "decomp").rglob("*.py")}
+    modules |= {f"decomp/{file.relative_to(ROOT)}" for file in (ROOT / "launchers").glob("*.py")}
     builtin = {str(f.relative_to(ROOT)) for f in (ROOT / "decomp" / "target" / "builtin").rglob("*") if f.is_file()}
     assert (conf | modules | builtin) - names == set()
 
@@ -89,7 +90,7 @@ def test_every_import_is_a_declared_dependency():
     declared = {d.split(">")[0].split("<")[0].split("[")[0].replace("-", "_") for d in project["dependencies"]}
     provided = {"hydra": "hydra_core", "orbax": "orbax_checkpoint", "yaml": "omegaconf", "pydantic_core": "pydantic"}
     imported = set()
-    for file in (ROOT / "decomp").rglob("*.py"):
+    for file in [*(ROOT / "decomp").rglob("*.py"), *(ROOT / "launchers").glob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
                 imported |= {a.name.split(".")[0] for a in node.names}

@@ -78,7 +78,8 @@ def _config(loss: dict[str, Any], optim: dict[str, Any], microbatches: int = 1) 
             "data": {"batch_size": BATCH, "seq_len": LENGTH, "microbatches": microbatches},
             "precision": {"kind": "fp64"},
         }
-        | {name: {} for name in ("mesh", "placement", "eval", "checkpoint", "logger", "launcher")}
+        | {name: {} for name in ("mesh", "placement", "eval", "checkpoint", "logger")}
+        | {"launcher": {"kind": "local"}}
     )
 
 

@@ -396,8 +396,40 @@ class Logger(Model):
     progress: bool = True
 
 
-class Launcher(Model):
+class LocalLauncher(Model):
+    """In the process that was started."""
+
     kind: Literal["local"] = "local"
+
+
+class SlurmLauncher(Model):
+    """A job of one process per node; the nodes follow from the mesh and ``devices_per_node``.
+
+    The run is asked to save ``save_before`` seconds before the time limit, and the job is requeued until the run is
+    complete, ``max_requeues`` times at most. ``sbatch`` and ``srun`` are further options by name, ``true`` for one
+    without a value; ``setup`` are shell lines, ``env`` variables of the job. ``dry_run`` prints the script.
+    """
+
+    kind: Literal["slurm"] = "slurm"
+    devices_per_node: PositiveInt = 8
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    constraint: str | None = None
+    mem: str | None = None
+    cpus_per_task: PositiveInt | None = None
+    save_before: PositiveInt = 180
+    max_requeues: NonNegativeInt = 100
+    sbatch: dict[str, str | int | bool] = {}
+    srun: dict[str, str | int | bool] = {}
+    setup: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+    python: str | None = None
+    dry_run: bool = False
+
+
+Launcher = Annotated[LocalLauncher | SlurmLauncher, Field(discriminator="kind")]
 
 
 class Precision(Model):

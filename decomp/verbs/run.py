@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from decomp import mesh, processes
+from decomp.config import schema
 from decomp.config.compose import Command
 from decomp.config.schema import RunConfig
 
 
 def main(command: Command) -> int:
     cfg = command.config()
-    match cfg.launcher.kind:
-        case "local":
+    match cfg.launcher:
+        case schema.LocalLauncher():
             return _here(cfg, command.overrides)
+        case schema.SlurmLauncher() as launcher:
+            from decomp.launchers import slurm  # submitit is not for everybody's start
+
+            return slurm.submit(cfg, launcher, command.overrides)
 
 
 def _here(cfg: RunConfig, overrides: tuple[str, ...]) -> int:
