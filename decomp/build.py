@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from decomp import components as comp
 from decomp import optim, processes, state
 from decomp import placement as pl
 from decomp import sites as st
 from decomp.ci_fn.base import CiFn
 from decomp.ci_fn.chunk_transformer import ChunkTransformer
-from decomp.components import copy_dims
+from decomp.ci_fn.component_mlp import ComponentMlp
 from decomp.config import schema
 from decomp.config.errors import UserError
 from decomp.config.load import warnings_for
@@ -224,11 +225,11 @@ def check_batch(cfg: schema.RunConfig, mesh: Mesh | AbstractMesh, shape: LlamaSh
         )
     if cfg.data.seq_len > shape.max_positions:
         raise UserError(f"data.seq_len={cfg.data.seq_len}: the target has at most {shape.max_positions} positions")
-    if shape.n_kv_heads % sizes["tp"] or cfg.ci_fn.n_heads % sizes["tp"]:
-        raise UserError(
-            f"mesh.tp={sizes['tp']}: it must divide the target's {shape.n_kv_heads} kv heads "
-            f"and ci_fn.n_heads={cfg.ci_fn.n_heads}"
-        )
+    heads = {f"the target's {shape.n_kv_heads} kv heads": shape.n_kv_heads}
+    if isinstance(cfg.ci_fn, schema.ChunkTransformer):
+        heads |= {f"ci_fn.n_heads={cfg.ci_fn.n_heads}": cfg.ci_fn.n_heads}
+    if any(n % sizes["tp"] for n in heads.values()):
+        raise UserError(f"mesh.tp={sizes['tp']}: it must divide {' and '.join(heads)}")
 
 
 def build_data(cfg: schema.RunConfig, tokenizer: Any) -> Data:
@@ -241,6 +242,9 @@ def build_ci_fn(cfg: schema.RunConfig, shape: LlamaShape, table: st.SiteTable, a
     match cfg.ci_fn:
         case schema.ChunkTransformer():
             return ChunkTransformer(cfg.ci_fn, table, shape.d_model, ax, cfg.placement.ci_fn, cfg.placement.on_ragged)
+        case schema.ComponentMlp():
+            dims = comp.copy_dims(comp.leaves(table, cfg.placement, ax.sizes), ax.sizes)
+            return ComponentMlp(cfg.ci_fn, table, dims, ax, cfg.placement.ci_fn, cfg.placement.on_ragged)
 
 
 def build_step(cfg: schema.RunConfig, mesh: Mesh, shape: LlamaShape, table: st.SiteTable, compute: Any) -> Step:
@@ -255,7 +259,7 @@ def build_step(cfg: schema.RunConfig, mesh: Mesh, shape: LlamaShape, table: st.S
     for name, leaf in optim.flatten(target_leaves, pl.is_leaf).items():
         pl.check_divides(f"target {name}", leaf, ax.sizes)
     forward = Llama(shape, table, ax, cfg.loss.remat)
-    dims = copy_dims(decomposition["components"], ax.sizes), copy_dims(decomposition["ci_fn"], ax.sizes)
+    dims = comp.copy_dims(decomposition["components"], ax.sizes), comp.copy_dims(decomposition["ci_fn"], ax.sizes)
     n_positions = cfg.data.batch_size * cfg.data.seq_len
     model = Model(
         ax, table, forward, cfg.loss, pl.tree_dims(target_leaves, ax.sizes),

@@ -115,7 +115,8 @@ def tiny_config(cfg: RunConfig, *, precision: str, placement: str | None, update
     }
     raw["target"] = {"kind": "llama", "path": "random"}
     raw["sites"] |= {"C": {"q_proj": 8, "down_proj": 24}, "C_per_rank": 1.0}
-    raw["ci_fn"] |= {"d_model": 8, "n_heads": 2, "d_mlp": 16}
+    small = {"chunk_transformer": {"d_model": 8, "n_heads": 2, "d_mlp": 16}, "component_mlp": {"d_gate": 4}}
+    raw["ci_fn"] |= small[cfg.ci_fn.kind]
     raw["data"] |= {"batch_size": 8 * cfg.data.microbatches, "seq_len": 6}
     if placement is not None:
         raw["placement"] |= {"components": placement, "ci_fn": placement}

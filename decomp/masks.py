@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, UInt16, UInt32
 
 from decomp.components import SiteMask
@@ -205,6 +206,14 @@ def draw_routes(
         routes = rank <= k
     order = {name: i for i, name in enumerate(names)}
     return {n: routes[jnp.array([order[s.name] for s in lane.sites])] for n, lane in table.lanes.items()}
+
+
+def route_one(table: SiteTable, window: Window, index: Array | int) -> dict[str, Bool[Array, "n B T"]]:
+    """Routes by lane that route site number ``index`` of the table alone, everywhere."""
+    order = {s.name: i for i, s in enumerate(table.sites)}
+    chosen = {n: np.array([order[s.name] for s in lane.sites]) == index for n, lane in table.lanes.items()}
+    shape = (window.batch, window.length)
+    return {n: jnp.broadcast_to(jnp.asarray(x)[:, None, None], (*x.shape, *shape)) for n, x in chosen.items()}
 
 
 # ---------------------------------------------------------------- masks (SPEC M1)

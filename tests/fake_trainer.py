@@ -41,7 +41,7 @@ def config(output_dir: Path | str, **changes: Any) -> RunConfig:
         "sites": {},
         "mesh": {},
         "placement": {},
-        "ci_fn": {},
+        "ci_fn": {"kind": "chunk_transformer"},
         "loss": {"faithfulness": {"warmup": {"steps": 3}}},
         "optim": {"all": {"kind": "adamw", "match": "*", "lr": 0.1}},
         "data": {"batch_size": 4, "seq_len": 8},

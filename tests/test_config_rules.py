@@ -24,6 +24,11 @@ REFUSED = {
         "loss.recon.adversarial.source.shape: sc is shared by the batch, of which data.microbatches=2 shows one window "
         "at a time; use data.microbatches=1 or loss.recon.adversarial.source.shape=bsc",
     ),
+    "adversary site by site": (
+        ["loss.recon.adversarial.routing={kind: per_site}"],
+        "loss.recon.adversarial.routing: per_site has no one forward for source=persistent to ascend; "
+        "use uniform_k, or source=uniform",
+    ),
     "sigmoid in 16 bits": (
         ["loss.recon.adversarial.source={parametrize: sigmoid, dtype: uint16}"],
         "loss.recon.adversarial.source.dtype: uint16 holds [0, 1], which raw values under a sigmoid leave; use float32 "

@@ -101,6 +101,14 @@ def test_probability_routes_each_site_alone() -> None:
     assert abs(np.mean([np.asarray(r).mean() for r in routes.values()]) - 0.25) < 0.02
 
 
+def test_route_one_routes_one_site_everywhere() -> None:
+    """M4's ``per_site``, one forward of it."""
+    for i, site in enumerate(TABLE.sites):
+        routes = mk.by_site(TABLE, mk.route_one(TABLE, mk.Window(0, 2, 3), i))
+        assert {n for n, r in routes.items() if np.asarray(r).all()} == {site.name}
+        assert {n for n, r in routes.items() if np.asarray(r).any()} == {site.name}
+
+
 def test_route_all_is_no_route() -> None:
     assert mk.draw_routes(RouteAll(), TABLE, WINDOW, KEY) is None
 

@@ -72,7 +72,7 @@ def _config(loss: dict[str, Any], optim: dict[str, Any], microbatches: int = 1) 
             "steps": 5,
             "target": {"kind": "llama", "path": "none: weights are injected"},
             "sites": {"layers": [0, 1], "kinds": ["q_proj", "down_proj"], "C": {"q_proj": 5, "down_proj": 4}},
-            "ci_fn": {"d_model": 8, "n_blocks": 1, "n_heads": 2, "d_mlp": 12},
+            "ci_fn": {"kind": "chunk_transformer", "d_model": 8, "n_blocks": 1, "n_heads": 2, "d_mlp": 12},
             "loss": loss,
             "optim": optim,
             "data": {"batch_size": BATCH, "seq_len": LENGTH, "microbatches": microbatches},
@@ -159,6 +159,7 @@ class Run:
         self.target = target_params(SHAPE, self.table, self.weights)
         t = self.training
         self.state = state.init(mesh, self.table, t.ci_fn, t.groups, cfg, t.leaves, jnp.float64)
+        assert isinstance(cfg.ci_fn, schema.ChunkTransformer)
         taps = {f"from{i}": (f"resid.{i}",) for i in range(SHAPE.n_layers)}
         self.model = Model(reference_shape(SHAPE), self.weights, taps, cfg.ci_fn.n_heads, RMS_EPS)
         self.compiled = quick_jit(self.gradient_and_step)

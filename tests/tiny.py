@@ -34,7 +34,7 @@ def config(**changes: Any) -> RunConfig:
         "experiment": "tiny", "steps": 10, "target": {"kind": "llama", "path": "nowhere"},
         "sites": {"C": {"q_proj": 8, "down_proj": 24}, "C_per_rank": 1.0}, "mesh": {},
         "placement": {"components": "owner"},
-        "ci_fn": {"d_model": 8, "n_heads": 2, "d_mlp": 16}, "optim": {
+        "ci_fn": {"kind": "chunk_transformer", "d_model": 8, "n_heads": 2, "d_mlp": 16}, "optim": {
             "components": {"kind": "adamw", "match": "components", "lr": 3e-3, "clip": 1.0},
             "ci_fn": {"kind": "adamw", "match": "ci_fn", "lr": 3e-3}},
         "loss": {"minimality": {"coeff": 1e-3}, "frequency": {"coeff": 1e-3, "ema_halflife_steps": 4},

@@ -36,6 +36,8 @@ def problems(cfg: RunConfig) -> list[Problem]:
 
 def attention_heads(cfg: RunConfig) -> Iterator[Problem]:
     """Heads split d_model evenly, and rotate-half RoPE needs pairs in each head (SPEC 3)."""
+    if not isinstance(cfg.ci_fn, schema.ChunkTransformer):
+        return
     d, n = cfg.ci_fn.d_model, cfg.ci_fn.n_heads
     if d % n or (d // n) % 2:
         fit = max(2 * n, round(d / (2 * n)) * 2 * n)
@@ -77,6 +79,19 @@ def sources_in_a_box(cfg: RunConfig) -> Iterator[Problem]:
         if isinstance(source, schema.PersistentSource) and (source.dtype, source.parametrize) == ("uint16", "sigmoid"):
             fix = f"uint16 holds [0, 1], which raw values under a sigmoid leave; use float32 or {path}.parametrize=clip"
             yield Problem(f"{path}.dtype", fix, (f"{path}.dtype", f"{path}.parametrize"))
+
+
+def sources_site_by_site(cfg: RunConfig) -> Iterator[Problem]:
+    """An adversary ascends one forward, and ``per_site`` has one for each site (SPEC M4, M5)."""
+    for name, term in cfg.loss.recon.items():
+        if not (term and isinstance(term.routing, schema.RoutePerSite)):
+            continue
+        if not isinstance(term.source, schema.UniformSource | schema.ConstantSource):
+            path = f"loss.recon.{name}.routing"
+            fix = (
+                f"per_site has no one forward for source={term.source.kind} to ascend; use uniform_k, or source=uniform"
+            )
+            yield Problem(path, fix, (path, f"loss.recon.{name}.source"))
 
 
 def profile_window(cfg: RunConfig) -> Iterator[Problem]:
@@ -225,6 +240,7 @@ RULES: tuple[Rule, ...] = (
     microbatches,
     fresh_pgd_in_windows,
     sources_in_a_box,
+    sources_site_by_site,
     profile_window,
     stops_within,
     starts_somewhere,

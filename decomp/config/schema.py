@@ -125,7 +125,14 @@ class ChunkTransformer(Model):
     remat: bool = False
 
 
-CiFn = ChunkTransformer
+class ComponentMlp(Model):
+    """SPD's: per component an MLP with ``d_gate`` hidden units on the one number x . V[:, c] (SPEC 3)."""
+
+    kind: Literal["component_mlp"] = "component_mlp"
+    d_gate: PositiveInt = 16
+
+
+CiFn = Annotated[ChunkTransformer | ComponentMlp, Field(discriminator="kind")]
 
 
 # ---------------------------------------------------------------- losses
@@ -241,12 +248,18 @@ class RouteUniformK(Model):
     kind: Literal["uniform_k"] = "uniform_k"
 
 
+class RoutePerSite(Model):
+    """One forward per site, with only that site routed (SPD's layerwise term); the term is their mean."""
+
+    kind: Literal["per_site"] = "per_site"
+
+
 class RouteProbability(Model):
     kind: Literal["probability"] = "probability"
     p: Fraction = 0.5
 
 
-Routing = Annotated[RouteAll | RouteUniformK | RouteProbability, Field(discriminator="kind")]
+Routing = Annotated[RouteAll | RouteUniformK | RoutePerSite | RouteProbability, Field(discriminator="kind")]
 
 
 Capture = Literal["residual", "block_inputs", "site_inputs", "site_outputs"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +12,16 @@ from jaxtyping import Array, Float
 
 from decomp import masks as mk
 from decomp.components import Stacks
-from decomp.config.schema import ConstantSource, FreshPgdSource, Loss, MixedSource, Recon, RouteAll, UniformSource
+from decomp.config.schema import (
+    ConstantSource,
+    FreshPgdSource,
+    Loss,
+    MixedSource,
+    Recon,
+    RouteAll,
+    RoutePerSite,
+    UniformSource,
+)
 from decomp.keys import Key, fold, key_of, site_keys, uniform_block
 from decomp.loss import adversary, reconstruction
 from decomp.numerics import wide
@@ -87,7 +96,12 @@ def gradients(
 
     def one(draw: int) -> tuple[Array, tuple[Stacks, ByLane, adversary.Values]]:
         key = key_of(model.seed, f"recon/{name}", ctx.step, draw)
-        routes = draw_routes(model, term, ctx, key)
+        if isinstance(term.routing, RoutePerSite):
+            routed = lambda i: under(key, mk.route_one(model.table, ctx.window, i))  # noqa: E731
+            return _mean_over(model.ax, routed, len(model.table.sites))
+        return under(key, draw_routes(model, term, ctx, key))
+
+    def under(key: Key, routes: Any) -> tuple[Array, tuple[Stacks, ByLane, adversary.Values]]:
         source_of = prepare_source(model, term, ctx, components, a, key, routes)
 
         def bare(c: Stacks, by_ci: ByLane, by: Any) -> Array:
@@ -100,6 +114,17 @@ def gradients(
     for draw in range(1, term.draws):
         total = jax.tree.map(jnp.add, total, one(draw))
     return total if term.draws == 1 else jax.tree.map(lambda x: x / term.draws, total)
+
+
+def _mean_over(ax: Axes, fn: Callable[[Any], Any], n: int) -> Any:
+    """Mean of ``fn(0) .. fn(n - 1)``, one after the other."""
+
+    def body(total: Any, i: Array) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, fn(i)), None
+
+    zeros = jax.tree.map(ax.zeros_like, jax.eval_shape(lambda: fn(jnp.int32(0))))
+    total, _ = jax.lax.scan(body, zeros, jnp.arange(n, dtype=jnp.int32))
+    return jax.tree.map(lambda x: x / n, total)
 
 
 def ascent_gradient(
@@ -119,6 +144,7 @@ def ascent_gradient(
 def draw_routes(model: Model, term: Recon, ctx: Context, key: Key) -> Any:
     if isinstance(term.routing, RouteAll):
         return None
+    assert not isinstance(term.routing, RoutePerSite), "one forward for each site: see gradients"
     return mk.draw_routes(term.routing, model.table, ctx.window, fold(key, "route"))
 
 

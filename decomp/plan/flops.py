@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from decomp.config.schema import FreshPgdSource, Muon, Recon
+from decomp.config.schema import ComponentMlp, FreshPgdSource, Muon, Recon, RoutePerSite
 from decomp.loss import adversary
 from decomp.sites import Matrix
 from decomp.step import Step
@@ -29,6 +29,7 @@ def useful(step: Step) -> dict[str, float]:
     }
     for name, term in step.terms.items():
         ascents, backwards = passes(term)
+        backwards *= len(step.model.table.sites) if isinstance(term.routing, RoutePerSite) else 1
         forward, by_input, by_factor = masked_parts(step)
         again = (ascents + backwards) * (forward + by_input)
         out[f"recon {name}"] = tokens * (again + backwards * by_factor)
@@ -100,6 +101,8 @@ def reaches_a_site(step: Step, m: Matrix) -> bool:
 
 def ci_function(step: Step) -> float:
     """Per token: forward, by inputs and by weights; the taps need no gradient."""
+    if isinstance(cfg := step.cfg.ci_fn, ComponentMlp):  # x V and its gradient by V; two vectors a component
+        return sum(4.0 * s.matrix.d_in * s.C + 12.0 * s.C * cfg.d_gate for s in step.model.table.sites)
     total = 0.0
     for leaves in step.leaves.decomposition["ci_fn"].values():
         matrices = {k: v for k, v in leaves.items() if not isinstance(v, dict) and len(v.shape) == 3}
