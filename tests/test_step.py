@@ -17,7 +17,7 @@ from decomp import masks as mk
 from decomp import schedule, state
 from decomp.checkpoint import Checkpoints, Saved
 from decomp.ci_fn.chunk_transformer import ChunkTransformer
-from decomp.config.schema import Curve
+from decomp.config.schema import Curve, RouteUniformK
 from decomp.keys import key_of
 from decomp.loss import objective
 from decomp.placement import tree_shardings
@@ -364,7 +364,9 @@ def _draw(step: Step, ctx: objective.Context, key: Any) -> tuple[np.ndarray, np.
     source = mk.Uniform.draw(step.ax, table, window, key)
     run = table.masked_runs[0]
     row = jax.tree.map(lambda x: x[0], source.rows(run))
-    routes = mk.draw_routes(step.terms["stochastic"].routing, table, window, key)
+    routing = step.terms["stochastic"].routing
+    assert isinstance(routing, RouteUniformK)
+    routes = mk.draw_routes(routing, table, window, key)
     assert routes is not None
     stacked = np.concatenate([np.moveaxis(np.asarray(r), 0, -1) for r in routes.values()], axis=-1)
     return np.asarray(source.at(run, "down_proj", row)[0]), stacked
