@@ -139,6 +139,7 @@ class Run:
         self.asked: str | None = None  # the signal that stops the run, once all processes know of it
         self.retry = Retry()
         self.seen: tuple[int, dict[str, Any]] | None = None  # step and guard counters still on the device
+        self.owed = False  # whether a save is due that waits for an update that is not skipped
 
     # ------------------------------------------------------------ the whole
     def train(self) -> int:
@@ -184,8 +185,10 @@ class Run:
         if not last and step % cfg.eval.every == 0 and not self.asked:
             self._evaluate(step, state)
         again = self.retry.due()
-        if not last and (again or step % cfg.checkpoint.every == 0):
+        self.owed = self.owed or again or step % cfg.checkpoint.every == 0
+        if not last and self.owed and not self._skipped():
             self._save(step, state)
+            self.owed = False
 
     def _look(self) -> bool:
         """Whether the run stops, as all processes know it; and what has become of saves on all of them."""
@@ -277,6 +280,11 @@ class Run:
         """Looks at the guard (SPEC T7) of the update BEFORE this one: by now it is done, so nothing waits."""
         seen, self.seen = self.seen, (step, {name: metrics[name] for name in GUARD if name in metrics})
         return seen is not None and self._judge(*seen)
+
+    def _skipped(self) -> bool:
+        """Whether the update just made was skipped (SPEC T7): saves of one state that is stuck would take the place of
+        those from before it. Waits for the update, as the save would."""
+        return self.seen is not None and jax.device_get(self.seen[1]).get("guard/in_a_row", 0) > 0
 
     def _judge(self, step: int, guard: Mapping[str, Any]) -> bool:
         values = {name: int(value) for name, value in jax.device_get(dict(guard)).items()}

@@ -288,6 +288,26 @@ def test_max_skipped_in_a_row_stops_with_the_last_good_checkpoint(tmp_path: Path
     assert f"the last good checkpoint is {folder / 'checkpoints' / '5'}" in text
 
 
+def test_a_checkpoint_that_is_due_waits_for_an_update_that_is_not_skipped(tmp_path: Path) -> None:
+    """SPEC T7: else those of a state that is stuck would take the place of the last one from before it."""
+    poison = (5, 9, 10, 11)
+    code, folder = start(config(tmp_path, checkpoint__keep_last=9), lambda cfg: FakeTrainer(cfg, poison=poison))
+    assert code == DONE and good_steps(folder / "checkpoints") == [6, 12, 15, 20]
+
+
+@pytest.mark.parametrize("stop", ["signal", "stop_after", "end"])
+def test_the_end_and_a_signal_save_where_updates_are_skipped(tmp_path: Path, stop: str) -> None:
+    """SPEC T7."""
+    at = 20 if stop == "end" else 10
+    poison = (at - 1, at)
+    build = _signalling("step", 10) if stop == "signal" else FakeTrainer
+    changes = {"stop_after": 10} if stop == "stop_after" else {}
+    code, folder = start(config(tmp_path, **changes), lambda cfg: build(cfg, poison=poison))
+    assert code == (PREEMPTED if stop == "signal" else DONE)
+    assert good_steps(folder / "checkpoints")[-1] == at
+    assert stop == "end" or go_on(folder) == DONE
+
+
 def test_divergence_in_the_last_update_is_no_success(tmp_path: Path) -> None:
     code, folder = start(config(tmp_path, max_skipped=2), lambda cfg: FakeTrainer(cfg, poison=(19, 20)))
     assert code == DIVERGED and good_steps(folder / "checkpoints") == [10, 15]
