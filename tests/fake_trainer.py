@@ -2,8 +2,8 @@
 
 As a script it runs one launch: ``python fake_trainer.py OUTPUT_DIR key=value ...`` (dotted config keys and the
 trainer's own: delay, poison, megabytes, resume, act). ``act=WHERE:AT:PROCESS:WHAT`` does something to one process as it
-comes to an update, a warm-up or an evaluation: a signal by its name, ``raise``, or ``refuse`` (its files may not grow
-for three updates).
+is built (AT is 0), or comes to an update, a warm-up or an evaluation: a signal by its name, ``raise``, or ``refuse``
+(its files may not grow for three updates).
 """
 
 from __future__ import annotations
@@ -197,10 +197,15 @@ class FakeTrainer:
 
 
 class Acting(FakeTrainer):
-    """Something happens to process ``process`` as it comes to update ``at``, or to the warm-up or evaluation there."""
+    """Something happens to process ``process`` as it is built, or comes to update ``at``, or to the warm-up or
+    evaluation there."""
 
     where, at, process, what = "step", 0, 0, ""
     done = 0
+
+    def __init__(self, *args: Any, **more: Any):
+        super().__init__(*args, **more)
+        self._maybe("build", 0)
 
     def _maybe(self, where: str, at: int) -> None:
         if (where, at, processes.index()) == (self.where, self.at, self.process):

@@ -141,6 +141,22 @@ def test_a_signal_is_seen_in_every_phase(
     assert (folder / "report.html").exists()
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_signal_before_there_is_a_folder_ends_all(tmp_path: Path, process: int) -> None:
+    """Cases 29, 30: one process hears it as its target loads; no process makes the folder, and the primary says so."""
+    with several(tmp_path, *FAKE, str(tmp_path), f"act=build:0:{process}:SIGTERM") as run:
+        assert run.wait(WAIT) == [75, 75], run.out(0) + run.out(1)
+    assert list((tmp_path / "fake").iterdir()) == []
+    assert "SIGTERM: stopping as soon as" in run.out(process)
+    assert "SIGTERM: stopped before the first update" in run.out(0) and "before the first" not in run.out(1)
+
+
+def test_ctrl_c_twice_before_there_is_a_folder_ends_all_at_once(tmp_path: Path) -> None:
+    with several(tmp_path, *FAKE, str(tmp_path), "act=build:0:1:SIGINT+SIGINT") as run:
+        assert run.wait(WAIT) == [130, 130], run.out(0) + run.out(1)
+    assert list((tmp_path / "fake").iterdir()) == []
+
+
 # ---------------------------------------------------------------- dying
 def _seconds_until_gone(run: Several, survivor: int, victim: int) -> tuple[int, float]:
     run.wait(WAIT, (victim,))

@@ -18,12 +18,18 @@ from decomp.config.errors import UserError
 from decomp.config.schema import RunConfig
 from decomp.folder import open_folder, read_config, run_overrides
 from decomp.manifest import good_steps, step_folders
+from decomp.stop import early
 
 WIDEST = 40  # characters of a value in the table
 
 
 def main(command: Command) -> int:
     """Returns the exit code. UserError for a folder, a checkpoint or a change that cannot be gone on from."""
+    with early(processes.tell_interrupted):  # a signal while jax is imported and processes join is seen afterwards
+        return _resume(command)
+
+
+def _resume(command: Command) -> int:
     folder = open_folder(command.options["run"])
     stored = read_config(folder)
     cfg = changed(command, stored, folder)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from decomp import mesh, processes
 from decomp.config.compose import Command
 from decomp.config.schema import RunConfig
+from decomp.stop import early
 
 
 def main(command: Command) -> int:
-    cfg = command.config()
-    match cfg.launcher.kind:
-        case "local":
-            return _here(cfg, command.overrides)
+    with early(processes.tell_interrupted):  # importing and joining take seconds, and a signal may come meanwhile
+        cfg = command.config()
+        match cfg.launcher.kind:
+            case "local":
+                return _here(cfg, command.overrides)
 
 
 def _here(cfg: RunConfig, overrides: tuple[str, ...]) -> int:
