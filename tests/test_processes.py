@@ -217,3 +217,17 @@ def test_a_save_that_fails_on_one_process_fails_on_all_and_is_tried_again(tmp_pa
     saved = [int(line.split("checkpoint ")[1].split()[0]) for line in _log(folder).splitlines() if " saved (" in line]
     assert 10 not in saved and saved[0] < 20
     assert step_folders(folder / "checkpoints")[-1] == 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_failed_save_is_told_at_the_same_step_whoever_knows_first(tmp_path: Path) -> None:
+    """The primary knows of the failure before its next update, the second process after it: had each told it as it
+    heard, they would try again at different steps and wait for each other for ever."""
+    options = ("act=step:5:1:refuse", "megabytes=1", "steps=10", "delay=0.1", "pause=2")
+    with several(tmp_path, *FAKE, str(tmp_path), *options) as run:
+        assert run.wait(90) == [0, 0], run.out(0) + run.out(1)
+    folder = _folder(tmp_path)
+    told = [[line for line in _log(folder, name).splitlines() if "was not saved" in line] for name in ("run", "1")]
+    assert len(told[0]) == len(told[1]) > 0
+    assert step_folders(folder / "checkpoints")[-1] == 10
