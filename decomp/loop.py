@@ -62,7 +62,7 @@ def start(cfg: RunConfig, overrides: Sequence[str], build: Build) -> int:
         if _asked_early(stop, again):
             return PREEMPTED
         folder = processes.from_primary(lambda: str(create(cfg, overrides)))
-        return run(cfg, Path(folder), lambda _: trainer)
+        return run(cfg, Path(folder), lambda _: trainer, origin=origin)
 
 
 def _asked_early(stop: Stop, again: str) -> bool:
@@ -83,10 +83,17 @@ def resume(cfg: RunConfig, folder: Path, overrides: Sequence[str], build: Build)
     return run(cfg, folder, build, record)
 
 
-def run(cfg: RunConfig, folder: Path, build: Build, record: Callable[[], None] = lambda: None) -> int:
+def run(
+    cfg: RunConfig,
+    folder: Path,
+    build: Build,
+    record: Callable[[], None] = lambda: None,
+    origin: init_from.Origin | None = None,
+) -> int:
     """Trains in ``folder`` from its newest whole checkpoint, or from the beginning. Returns the exit code.
 
-    ``record`` is called, on the primary, when the state is there and nothing has been trained.
+    ``record`` is called, on the primary, when the state is there and nothing has been trained. ``origin`` is what
+    ``cfg.init_from`` names, where it is checked already.
     0: done, or stopped by ``stop_after``; 3: diverged; 75: a signal came and what there is to save is saved.
     UserError for what a person can mend (exit code 2).
     """
@@ -101,7 +108,7 @@ def run(cfg: RunConfig, folder: Path, build: Build, record: Callable[[], None] =
             trainer = build(cfg)
             if _stays(folder, logger, stop):
                 return PREEMPTED
-            return Run(trainer, folder, lock, logger, stop, record).train()
+            return Run(trainer, folder, lock, logger, stop, record, origin).train()
         except UserError as error:
             logger.note(f"error: {error}")  # __main__ prints it; the log keeps it
             raise
@@ -166,9 +173,11 @@ class Run:
         logger: Logger,
         stop: Stop,
         record: Callable[[], None],
+        origin: init_from.Origin | None,
     ):
         self.trainer, self.cfg = trainer, trainer.cfg
         self.folder, self.lock, self.logger, self.stop, self.record = folder, lock, logger, stop, record
+        self.origin = origin
         keep, self.best = self.cfg.checkpoint, Best(self.cfg.checkpoint, logger.say)
         self.checkpoints = Checkpoints(
             folder, keep.keep_last, keep.keep_every, identity(trainer), logger.say, self.best.of
@@ -278,7 +287,8 @@ class Run:
 
     def _fresh(self, abstract: State) -> State | None:
         """The state before the first update; None when a signal came in the faithfulness warm-up."""
-        state, origin = self.trainer.init_state(), init_from.find(self.cfg)
+        origin = self.origin or init_from.of_pinned(init_from.pinned(self.cfg))
+        state = self.trainer.init_state()
         if origin is None:
             return self._warm_up(state)
         init_from.tell(origin, self.trainer.target_hash(), self.logger.say)
