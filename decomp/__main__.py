@@ -1,7 +1,7 @@
 """``decomp [verb] [group=option ...] [key=value ...]``: the verb, the config, the work.
 
-Exit codes: 0 done, 1 a bug (with its traceback), 2 the person's mistake (one line each), 3 diverged, 75 saved and
-pre-empted, 130 interrupted.
+Exit codes: 0 done, 1 a bug (with its traceback), 2 the person's mistake (one line each), 3 diverged, 75 pre-empted
+with what there is saved, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from decomp.config.changes import differing
 from decomp.config.errors import UserError
 from decomp.config.schema import RunConfig
 from decomp.folder import open_folder, write_text
-from decomp.manifest import Whole, find_decomposition, first_of, read_manifest
+from decomp.manifest import MANIFEST, Whole, find_decomposition, first_of, read_manifest
 
 LINEAGE = "lineage.txt"
 SIZES = ("d_in", "d_out", "C")
@@ -52,11 +52,19 @@ class Origin(Whole):
         return {"/".join(path): list(shape) for path, (shape, _) in self.arrays(part).items()}
 
 
-def find(cfg: RunConfig) -> Origin | None:
-    """What ``cfg`` begins with, its files checked; None where it begins with draws.
+def pinned(cfg: RunConfig) -> RunConfig:
+    """``cfg`` with the folder absolute and the step a number: what is written down, so that a requeue begins alike.
 
-    Raises UserError where there is no run, or no whole decomposition of the step that is asked for.
+    Its files are checked, on the primary: a decomposition may be large. Raises UserError where there is no run, or no
+    whole decomposition of the step that is asked for.
     """
+    where = processes.from_primary(lambda: _where(cfg))  # the origin may be training on
+    if where is None:
+        return cfg
+    return cfg.model_copy(update={"init_from": where[0], "init_from_step": where[1]})
+
+
+def _where(cfg: RunConfig) -> tuple[str, int] | None:
     if cfg.init_from is None:
         return None
     said = f"init_from={cfg.init_from}: no whole checkpoint there: "
@@ -65,7 +73,7 @@ def find(cfg: RunConfig) -> Origin | None:
         cfg.init_from_step,
         lambda damaged: said + (first_of(damaged) or "it has no checkpoint yet"),
     )
-    return Origin(found.folder, found.step, found.manifest)
+    return str(found.folder), found.step
 
 
 def _folder(text: str) -> Path:
@@ -73,21 +81,8 @@ def _folder(text: str) -> Path:
     return folder if (folder / "checkpoints").is_dir() else open_folder(folder, "init_from")
 
 
-def pinned(cfg: RunConfig) -> RunConfig:
-    """``cfg`` with the folder absolute and the step a number: what is written down, so that a requeue begins alike."""
-    where = processes.from_primary(lambda: _where(cfg))  # the origin may be training on
-    if where is None:
-        return cfg
-    return cfg.model_copy(update={"init_from": where[0], "init_from_step": where[1]})
-
-
-def _where(cfg: RunConfig) -> tuple[str, int] | None:
-    origin = find(cfg)
-    return None if origin is None else (str(origin.folder), origin.step)
-
-
 def of_pinned(cfg: RunConfig) -> Origin | None:
-    """``find`` of a config that ``pinned`` has just given, whose files are checked: a decomposition may be large."""
+    """What a config that ``pinned`` has just given begins with, not checked again; None where it begins with draws."""
     if cfg.init_from is None or cfg.init_from_step is None:
         return None
     folder = Path(cfg.init_from)
@@ -121,8 +116,11 @@ def _told(path: str, old: Any, new: Any) -> str:
 def restore(origin: Origin, sites: Sites, abstract: Tree, fresh: Tree) -> Tree:
     """The origin's decomposition where ``abstract`` (shapes with shardings) says; parts that it lacks are ``fresh``.
 
-    The fresh arrays that it replaces are deleted first: no device holds two decompositions.
+    The fresh arrays that it replaces are deleted first: no device holds two decompositions. UserError where the origin,
+    which may be training on, has deleted the checkpoint since it was checked.
     """
+    if not (origin.checkpoint / MANIFEST).is_file():
+        raise UserError(f"init_from={origin.folder}: its checkpoint {origin.step} is gone: start again for a newer one")
     check(origin, sites, abstract)
     taken = [part for part in abstract if part != "ci_fn" or origin.has_ci_fn]
     for x in jax.tree.leaves([fresh[part] for part in taken]):

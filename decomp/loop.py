@@ -10,6 +10,7 @@ With several processes each runs this loop. What decides where it goes is the sa
 from __future__ import annotations
 
 import contextlib
+import shlex
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from decomp.manifest import good_steps
 from decomp.mesh import peak_memory
 from decomp.profiler import Profiler
 from decomp.retry import Retry
-from decomp.stop import ASKS, Stop
+from decomp.stop import ASKS, Stop, early
 from decomp.trainer import Evaluation, State, Trainer
 
 DONE, DIVERGED, PREEMPTED = 0, 3, 75
@@ -43,16 +44,33 @@ Build = Callable[[RunConfig], Trainer]
 
 
 def start(cfg: RunConfig, overrides: Sequence[str], build: Build) -> int:
-    """A new run: output folder checked, trainer built, folder minted, then ``run``. Returns the exit code."""
-    if processes.is_primary():
-        check_output(cfg)
-    cfg = init_from.pinned(cfg)
-    origin = init_from.of_pinned(cfg)
-    trainer = build(cfg)  # before the folder: a target that does not load leaves nothing behind
-    if origin is not None:
-        init_from.check(origin, trainer.table.to_json(), trainer.abstract_state().decomposition)
-    folder = processes.from_primary(lambda: str(create(cfg, overrides)))
-    return run(cfg, Path(folder), lambda _: trainer)
+    """A new run: output folder checked, trainer built, folder minted, then ``run``. Returns the exit code.
+
+    A signal before the folder is minted leaves none behind.
+    """
+    again = f"python -m decomp {shlex.join(overrides)}".rstrip()
+    with early(processes.tell_interrupted) as stop:
+        if processes.is_primary():
+            check_output(cfg)
+        cfg = init_from.pinned(cfg)
+        origin = init_from.of_pinned(cfg)
+        if _asked_early(stop, again):  # while modules were imported and processes joined
+            return PREEMPTED
+        trainer = build(cfg)  # before the folder: a target that does not load leaves nothing behind
+        if origin is not None:
+            init_from.check(origin, trainer.table.to_json(), trainer.abstract_state().decomposition)
+        if _asked_early(stop, again):
+            return PREEMPTED
+        folder = processes.from_primary(lambda: str(create(cfg, overrides)))
+        return run(cfg, Path(folder), lambda _: trainer, origin=origin)
+
+
+def _asked_early(stop: Stop, again: str) -> bool:
+    """Whether a signal came to any process before there is a run folder; the primary says so."""
+    asked = processes.any_of(stop.requested)
+    if asked is not None and processes.is_primary():
+        print(f"{asked}: stopped before the first update, nothing to save; start again with: {again}", flush=True)
+    return asked is not None
 
 
 def resume(cfg: RunConfig, folder: Path, overrides: Sequence[str], build: Build) -> int:
@@ -65,12 +83,19 @@ def resume(cfg: RunConfig, folder: Path, overrides: Sequence[str], build: Build)
     return run(cfg, folder, build, record)
 
 
-def run(cfg: RunConfig, folder: Path, build: Build, record: Callable[[], None] = lambda: None) -> int:
+def run(
+    cfg: RunConfig,
+    folder: Path,
+    build: Build,
+    record: Callable[[], None] = lambda: None,
+    origin: init_from.Origin | None = None,
+) -> int:
     """Trains in ``folder`` from its newest whole checkpoint, or from the beginning. Returns the exit code.
 
-    ``record`` is called, on the primary, when the state is there and nothing has been trained.
-    0: done, or stopped by ``stop_after``; 3: diverged; 75: a signal came and the state is saved. UserError for
-    what a person can mend (exit code 2).
+    ``record`` is called, on the primary, when the state is there and nothing has been trained. ``origin`` is what
+    ``cfg.init_from`` names, where it is checked already.
+    0: done, or stopped by ``stop_after``; 3: diverged; 75: a signal came and what there is to save is saved.
+    UserError for what a person can mend (exit code 2).
     """
     with contextlib.ExitStack() as stack:
         lock = stack.enter_context(RunLock(folder)) if processes.is_primary() else None
@@ -78,13 +103,33 @@ def run(cfg: RunConfig, folder: Path, build: Build, record: Callable[[], None] =
         stack.enter_context(processes.farewell(lambda reason: _farewell(reason, logger, lock)))
         stop = stack.enter_context(Stop(logger.say, lambda: _at_once(lock)))
         try:
-            return Run(build(cfg), folder, lock, logger, stop, record).train()
+            if _stays(folder, logger, stop):
+                return PREEMPTED
+            trainer = build(cfg)
+            if _stays(folder, logger, stop):
+                return PREEMPTED
+            return Run(trainer, folder, lock, logger, stop, record, origin).train()
         except UserError as error:
             logger.note(f"error: {error}")  # __main__ prints it; the log keeps it
             raise
         except Exception:
             logger.note(traceback.format_exc())
             raise
+
+
+def _stays(folder: Path, logger: Logger, stop: Stop) -> bool:
+    """Whether a signal came before a run that has checkpoints is gone on with: it stays as it is. A run that has none
+    makes one."""
+    if not processes.from_primary(lambda: bool(good_steps(folder / "checkpoints"))):
+        return False
+    if (asked := processes.any_of(stop.requested)) is None:
+        return False
+    logger.say(f"{asked}: stopped before an update was made; go on with: {_going_on(folder)}")
+    return True
+
+
+def _going_on(folder: Path) -> str:
+    return f"python -m decomp resume run={figures.shell_path(folder)}"
 
 
 def _farewell(reason: str, logger: Logger, lock: RunLock | None) -> None:
@@ -128,9 +173,11 @@ class Run:
         logger: Logger,
         stop: Stop,
         record: Callable[[], None],
+        origin: init_from.Origin | None,
     ):
         self.trainer, self.cfg = trainer, trainer.cfg
         self.folder, self.lock, self.logger, self.stop, self.record = folder, lock, logger, stop, record
+        self.origin = origin
         keep, self.best = self.cfg.checkpoint, Best(self.cfg.checkpoint, logger.say)
         self.checkpoints = Checkpoints(
             folder, keep.keep_last, keep.keep_every, identity(trainer), logger.say, self.best.of
@@ -139,6 +186,7 @@ class Run:
         self.asked: str | None = None  # the signal that stops the run, once all processes know of it
         self.retry = Retry()
         self.seen: tuple[int, dict[str, Any]] | None = None  # step and guard counters still on the device
+        self.owed = False  # whether a save is due that waits for an update that is not skipped
 
     # ------------------------------------------------------------ the whole
     def train(self) -> int:
@@ -184,8 +232,10 @@ class Run:
         if not last and step % cfg.eval.every == 0 and not self.asked:
             self._evaluate(step, state)
         again = self.retry.due()
-        if not last and (again or step % cfg.checkpoint.every == 0):
+        self.owed = self.owed or again or step % cfg.checkpoint.every == 0
+        if not last and self.owed and not self._skipped():
             self._save(step, state)
+            self.owed = False
 
     def _look(self) -> bool:
         """Whether the run stops, as all processes know it; and what has become of saves on all of them."""
@@ -237,7 +287,8 @@ class Run:
 
     def _fresh(self, abstract: State) -> State | None:
         """The state before the first update; None when a signal came in the faithfulness warm-up."""
-        state, origin = self.trainer.init_state(), init_from.find(self.cfg)
+        origin = self.origin or init_from.of_pinned(init_from.pinned(self.cfg))
+        state = self.trainer.init_state()
         if origin is None:
             return self._warm_up(state)
         init_from.tell(origin, self.trainer.target_hash(), self.logger.say)
@@ -277,6 +328,11 @@ class Run:
         """Looks at the guard (SPEC T7) of the update BEFORE this one: by now it is done, so nothing waits."""
         seen, self.seen = self.seen, (step, {name: metrics[name] for name in GUARD if name in metrics})
         return seen is not None and self._judge(*seen)
+
+    def _skipped(self) -> bool:
+        """Whether the update just made was skipped (SPEC T7): saves of one state that is stuck would take the place of
+        those from before it. Waits for the update, as the save would."""
+        return self.seen is not None and jax.device_get(self.seen[1]).get("guard/in_a_row", 0) > 0
 
     def _judge(self, step: int, guard: Mapping[str, Any]) -> bool:
         values = {name: int(value) for name, value in jax.device_get(dict(guard)).items()}
@@ -364,7 +420,7 @@ class Run:
 
     def _again(self) -> str:
         if good_steps(self.checkpoints.root):
-            return f"python -m decomp resume run={figures.shell_path(self.folder)}"
+            return _going_on(self.folder)
         return f"python -m decomp {run_overrides(self.folder)}".rstrip()
 
     def _finish(self, step: int, state: State) -> bool:

@@ -216,18 +216,23 @@ def refuse_other(
     folder: Path, manifest: Mapping[str, Any], identity: Mapping[str, Any], abstract: tuple[Tree, Tree]
 ) -> None:
     """UserError that names what differs between a checkpoint and what is being restored (case 25)."""
-    refuse_other_format(folder, manifest)
-    if not any(entry["path"][0] == "progress" for entry in manifest["arrays"]):
-        raise UserError(
-            f"{folder}: holds a decomposition and no progress, so there is no training to go on with: "
-            f"start a run from it with init_from={folder.parents[1]}"
-        )
+    refuse_without_progress(folder, manifest)
     found = list(differences(manifest["identity"], json.loads(json.dumps(identity))))
     if not found:
         found = list(differences(_shapes(manifest["arrays"]), _shapes(arrays_of(abstract))))
     if found:
         ways = [way for what, way in OTHERS.items() if any(text.startswith(f"{what} is ") for text in found)]
         raise UserError(": ".join([f"{folder}: another decomposition's checkpoint", first_of(found), *ways]))
+
+
+def refuse_without_progress(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """UserError for a checkpoint that nothing built here could go on from: of another format, or of no training."""
+    refuse_other_format(folder, manifest)
+    if not any(entry["path"][0] == "progress" for entry in manifest["arrays"]):
+        raise UserError(
+            f"{folder}: holds a decomposition and no progress, so there is no training to go on with: "
+            f"start a run from it with init_from={folder.parents[1]}"
+        )
 
 
 def first_of(found: Sequence[str]) -> str:

@@ -81,7 +81,7 @@ class Group:
         self.client = _connect(place)
         self.farewells: list[Callable[[str], None]] = []
         self.peers = Peers(self.client, place.index, place.count, place.patience, LOST, self.leave)
-        self.meetings, self._decided = 0, 0
+        self.meetings, self._decided, self._asked = 0, 0, 0
         self._met: dict[str, int] = {}
 
     def from_primary(self, make: Callable[[], Any]) -> Any:
@@ -91,6 +91,13 @@ class Group:
             made = make()
             self.client.key_value_set(key, json.dumps(made))
         return json.loads(self.get(key))
+
+    def any_of(self, mine: str | None) -> str | None:
+        self._asked += 1
+        here = f"decomp/asked/{self._asked}"
+        self.client.key_value_set(f"{here}/{self.place.index}", json.dumps(mine))
+        all_of = [json.loads(self.get(f"{here}/{p}")) for p in range(self.place.count)]
+        return next((one for one in all_of if one is not None), None)
 
     def get(self, key: str) -> str:
         """Waits for ``key`` as long as everybody lives; ``Peers`` ends the process otherwise."""
@@ -207,6 +214,14 @@ def from_primary(make: Callable[[], Any]) -> Any:
     To be called by the main threads of all processes in the same order.
     """
     return _group.from_primary(make) if _group else make()
+
+
+def any_of(mine: str | None) -> str | None:
+    """On every process the same: what the first process that has something has; None where none has.
+
+    To be called by the main threads of all processes in the same order.
+    """
+    return _group.any_of(mine) if _group else mine
 
 
 def settle(name: str, reason: str | None, commit: Callable[[str | None], Any]) -> Any:

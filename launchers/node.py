@@ -17,13 +17,15 @@ from decomp import mesh, processes
 from decomp.config.errors import UserError
 from decomp.folder import open_folder, read_config, writing
 from decomp.launchers import environment
+from decomp.stop import early
 
 MISTAKE, INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str]) -> int:
     try:
-        return go_on(open_folder(argv[0]))
+        with early(processes.tell_interrupted):  # a signal while jax is imported and processes join is seen afterwards
+            return go_on(open_folder(argv[0]))
     except UserError as error:
         for line in str(error).splitlines():
             print(f"decomp: {line}", file=sys.stderr)

@@ -1,9 +1,10 @@
 """A trainer with the real one's interface and state tree, and a quadratic for a model: the loop's test double.
 
 As a script it runs one launch: ``python fake_trainer.py OUTPUT_DIR key=value ...`` (dotted config keys and the
-trainer's own: delay, poison, megabytes, resume, act). ``act=WHERE:AT:PROCESS:WHAT`` does something to one process as it
-comes to an update, a warm-up or an evaluation: a signal by its name, ``raise``, or ``refuse`` (its files may not grow
-for three updates).
+trainer's own: delay, poison, megabytes, resume, pause, act). With ``pause`` the primary sleeps for so many seconds
+whenever it has begun a save: it knows sooner than the others what became of it. ``act=WHERE:AT:PROCESS:WHAT`` does
+something to one process as it is built (AT is 0), or comes to an update, a warm-up or an evaluation: a signal by its
+name, ``raise``, or ``refuse`` (its files may not grow for three updates).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import yaml
 from jax.sharding import NamedSharding, PartitionSpec
 
 from decomp import loop, processes
+from decomp.checkpoint import Checkpoints
 from decomp.config.errors import UserError
 from decomp.config.schema import RunConfig
 from decomp.folder import read_config
@@ -197,10 +199,15 @@ class FakeTrainer:
 
 
 class Acting(FakeTrainer):
-    """Something happens to process ``process`` as it comes to update ``at``, or to the warm-up or evaluation there."""
+    """Something happens to process ``process`` as it is built, or comes to update ``at``, or to the warm-up or
+    evaluation there."""
 
     where, at, process, what = "step", 0, 0, ""
     done = 0
+
+    def __init__(self, *args: Any, **more: Any):
+        super().__init__(*args, **more)
+        self._maybe("build", 0)
 
     def _maybe(self, where: str, at: int) -> None:
         if (where, at, processes.index()) == (self.where, self.at, self.process):
@@ -240,11 +247,23 @@ def acting(text: str) -> type[FakeTrainer]:
     return type("Here", (Acting,), {"where": where, "at": int(at), "process": int(process), "what": what})
 
 
+def _pause_after_saves(seconds: float) -> None:
+    real = Checkpoints.save
+
+    def save(self: Checkpoints, step: int, state: Any) -> int:
+        ended = real(self, step, state)
+        time.sleep(seconds if processes.is_primary() else 0)
+        return ended
+
+    Checkpoints.save = save
+
+
 def main(output_dir: str, *arguments: str) -> int:
     given = dict(text.split("=", 1) for text in arguments)
     own = {"delay": float(given.pop("delay", 0)), "megabytes": float(given.pop("megabytes", 0))}
     poison = tuple(int(p) for p in given.pop("poison", "").split(",") if p)
     resumed = given.pop("resume", None)
+    _pause_after_saves(float(given.pop("pause", 0)))
     trainer = acting(given.pop("act")) if "act" in given else FakeTrainer
     cfg = config(output_dir, **{key.replace(".", "__"): yaml.safe_load(value) for key, value in given.items()})
     try:

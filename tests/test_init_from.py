@@ -92,6 +92,39 @@ def test_an_older_step_and_grandchildren(tmp_path: Path, origin: Path) -> None:
     assert [x.tobytes() for x in jax.tree.leaves(state.decomposition)] == _tree(child)[1]
 
 
+@pytest.mark.parametrize("primary", [True, False])
+def test_its_files_are_checked_once_and_by_the_primary(
+    tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch, primary: bool
+) -> None:
+    """Also where a run that was stopped before its first checkpoint begins again."""
+    real, checked = init_from.find_decomposition, []
+    monkeypatch.setattr(init_from, "find_decomposition", lambda *a: (checked.append(1), real(*a))[1])
+    from_primary = (lambda make: make()) if primary else (lambda make: (str(origin), 20))
+    monkeypatch.setattr(init_from, "processes", SimpleNamespace(from_primary=from_primary))
+    folder, first = _from(tmp_path, origin)
+    assert len(checked) == primary
+    shutil.rmtree(folder / "checkpoints" / "2")
+    build = type("Here", (Seeing,), {"first": []})
+    assert loop.run(read_config(folder), folder, build) == DONE
+    assert len(checked) == 2 * primary
+    assert [x.tobytes() for x in jax.tree.leaves(build.first[0])] == [x.tobytes() for x in jax.tree.leaves(first)]
+
+
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_one_line(tmp_path: Path, origin: Path) -> None:
+    """As it trains on, while the target of the new one loads."""
+
+    class Slow(FakeTrainer):
+        def end_warmup(self) -> None:
+            pytest.fail("it began without")
+
+        def init_state(self) -> State:
+            shutil.rmtree(origin / "checkpoints" / "20")
+            return super().init_state()
+
+    with pytest.raises(UserError, match=r"its checkpoint 20 is gone: start again"):
+        start(config(tmp_path / "out", init_from=str(origin)), Slow)
+
+
 def _without_ci_fn(folder: Path) -> None:
     """As ``migrate`` leaves a folder: one step, components only, no progress."""
     root = folder / "checkpoints"
@@ -136,7 +169,7 @@ class Regrouped(FakeTrainer):
 
 def test_other_stack_groups_are_filled_site_by_site(tmp_path: Path, origin: Path) -> None:
     trainer = Regrouped(config(tmp_path, init_from=str(origin)))
-    found = init_from.find(trainer.cfg)
+    found = init_from.of_pinned(init_from.pinned(trainer.cfg))
     assert found is not None
     abstract, fresh = trainer.abstract_state().decomposition, trainer.init_state().decomposition
     tree = init_from.restore(found, trainer.table.to_json(), abstract, fresh)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from small_disk import fill, small_disk
 
 from decomp import loop
 from decomp.checkpoint import restore_decomposition
+from decomp.config.compose import Command
 from decomp.config.errors import UserError
 from decomp.config.schema import RunConfig
 from decomp.folder import read_config
@@ -210,6 +214,69 @@ def test_a_signal_in_the_warm_up_has_nothing_to_save(tmp_path: Path, whole: Path
     assert [r["step"] for r in read_metrics(folder)] == [r["step"] for r in read_metrics(whole)]
 
 
+def _heard_in_the_build(cfg: RunConfig) -> FakeTrainer:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.3)  # the watching thread runs
+    return FakeTrainer(cfg)
+
+
+@pytest.fixture
+def deaf() -> Iterator[None]:
+    """A signal that nobody asks for is lost, where it would end the tests."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_before_the_run_has_a_folder_leaves_none(tmp_path: Path, deaf: None, capsys: Any) -> None:
+    """Case 29: as the target loads."""
+    assert loop.start(config(tmp_path), ["steps=20", "a=b c"], _heard_in_the_build) == PREEMPTED
+    assert list((tmp_path / "fake").iterdir()) == []
+    heard, said = capsys.readouterr().out.splitlines()
+    assert heard == "SIGTERM: stopping as soon as what is under way ends"
+    assert said.startswith("SIGTERM: stopped before the first update, nothing to save")
+    assert said.endswith("python -m decomp steps=20 'a=b c'")
+
+
+def test_a_signal_before_a_run_is_gone_on_with_leaves_it_as_it_is(
+    tmp_path: Path, whole: Path, deaf: None, capsys: Any
+) -> None:
+    """Case 29: there are checkpoints, and nothing new to save."""
+    _, folder = start(config(tmp_path, stop_after=10))
+    before = (folder / "metrics.jsonl").read_bytes(), (folder / "overrides.txt").read_bytes()
+    assert go_on(folder, _heard_in_the_build) == PREEMPTED
+    assert good_steps(folder / "checkpoints") == [5, 10] and not (folder / "run.lock").exists()
+    assert ((folder / "metrics.jsonl").read_bytes(), (folder / "overrides.txt").read_bytes()) == before
+    assert f"SIGTERM: stopped before an update was made; go on with: python -m decomp resume run={folder}" in (
+        capsys.readouterr().out
+    )
+    assert go_on(folder) == DONE
+    _assert_equal(folder, whole)
+
+
+@pytest.mark.parametrize("verb", ["run", "resume"])
+def test_a_signal_while_modules_are_imported_is_remembered(
+    tmp_path: Path, deaf: None, monkeypatch: pytest.MonkeyPatch, verb: str, capsys: Any
+) -> None:
+    """Case 29: nothing is built for it."""
+
+    class Importing(types.ModuleType):
+        @property
+        def build(self) -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+            return None
+
+    cfg = config(tmp_path, stop_after=5)
+    if verb == "resume":
+        _, folder = start(cfg)
+    monkeypatch.setitem(sys.modules, "decomp.build", Importing("decomp.build"))
+    monkeypatch.setattr(Command, "config", lambda _: cfg)
+    texts = (f"run={folder}",) if verb == "resume" else ()
+    assert importlib.import_module(f"decomp.verbs.{verb}").main(Command(verb, texts)) == PREEMPTED
+    assert len(list((tmp_path / "fake").iterdir())) == (verb == "resume")
+
+
 def test_ctrl_c_twice_stops_at_once(tmp_path: Path) -> None:
     """Also inside a call that never comes back to Python's own handlers."""
     command = [*FAKE, str(tmp_path), "delay=60", "loss.faithfulness=null"]
@@ -286,6 +353,26 @@ def test_max_skipped_in_a_row_stops_with_the_last_good_checkpoint(tmp_path: Path
     text = capsys.readouterr().out
     assert "diverged: recon/stochastic was not finite in 3 updates in a row, the last one 9" in text
     assert f"the last good checkpoint is {folder / 'checkpoints' / '5'}" in text
+
+
+def test_a_checkpoint_that_is_due_waits_for_an_update_that_is_not_skipped(tmp_path: Path) -> None:
+    """SPEC T7: else those of a state that is stuck would take the place of the last one from before it."""
+    poison = (5, 9, 10, 11)
+    code, folder = start(config(tmp_path, checkpoint__keep_last=9), lambda cfg: FakeTrainer(cfg, poison=poison))
+    assert code == DONE and good_steps(folder / "checkpoints") == [6, 12, 15, 20]
+
+
+@pytest.mark.parametrize("stop", ["signal", "stop_after", "end"])
+def test_the_end_and_a_signal_save_where_updates_are_skipped(tmp_path: Path, stop: str) -> None:
+    """SPEC T7."""
+    at = 20 if stop == "end" else 10
+    poison = (at - 1, at)
+    build = _signalling("step", 10) if stop == "signal" else FakeTrainer
+    changes = {"stop_after": 10} if stop == "stop_after" else {}
+    code, folder = start(config(tmp_path, **changes), lambda cfg: build(cfg, poison=poison))
+    assert code == (PREEMPTED if stop == "signal" else DONE)
+    assert good_steps(folder / "checkpoints")[-1] == at
+    assert stop == "end" or go_on(folder) == DONE
 
 
 def test_divergence_in_the_last_update_is_no_success(tmp_path: Path) -> None:

@@ -141,6 +141,22 @@ def test_a_signal_is_seen_in_every_phase(
     assert (folder / "report.html").exists()
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_signal_before_there_is_a_folder_ends_all(tmp_path: Path, process: int) -> None:
+    """Cases 29, 30: one process hears it as its target loads; no process makes the folder, and the primary says so."""
+    with several(tmp_path, *FAKE, str(tmp_path), f"act=build:0:{process}:SIGTERM") as run:
+        assert run.wait(WAIT) == [75, 75], run.out(0) + run.out(1)
+    assert list((tmp_path / "fake").iterdir()) == []
+    assert "SIGTERM: stopping as soon as" in run.out(process)
+    assert "SIGTERM: stopped before the first update" in run.out(0) and "before the first" not in run.out(1)
+
+
+def test_ctrl_c_twice_before_there_is_a_folder_ends_all_at_once(tmp_path: Path) -> None:
+    with several(tmp_path, *FAKE, str(tmp_path), "act=build:0:1:SIGINT+SIGINT") as run:
+        assert run.wait(WAIT) == [130, 130], run.out(0) + run.out(1)
+    assert list((tmp_path / "fake").iterdir()) == []
+
+
 # ---------------------------------------------------------------- dying
 def _seconds_until_gone(run: Several, survivor: int, victim: int) -> tuple[int, float]:
     run.wait(WAIT, (victim,))
@@ -201,3 +217,17 @@ def test_a_save_that_fails_on_one_process_fails_on_all_and_is_tried_again(tmp_pa
     saved = [int(line.split("checkpoint ")[1].split()[0]) for line in _log(folder).splitlines() if " saved (" in line]
     assert 10 not in saved and saved[0] < 20
     assert step_folders(folder / "checkpoints")[-1] == 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_failed_save_is_told_at_the_same_step_whoever_knows_first(tmp_path: Path) -> None:
+    """The primary knows of the failure before its next update, the second process after it: had each told it as it
+    heard, they would try again at different steps and wait for each other for ever."""
+    options = ("act=step:5:1:refuse", "megabytes=1", "steps=10", "delay=0.1", "pause=2")
+    with several(tmp_path, *FAKE, str(tmp_path), *options) as run:
+        assert run.wait(90) == [0, 0], run.out(0) + run.out(1)
+    folder = _folder(tmp_path)
+    told = [[line for line in _log(folder, name).splitlines() if "was not saved" in line] for name in ("run", "1")]
+    assert len(told[0]) == len(told[1]) > 0
+    assert step_folders(folder / "checkpoints")[-1] == 10

@@ -41,6 +41,24 @@ def test_handlers_and_wakeup_are_as_before() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
+def test_one_inside_another_takes_over_and_knows_what_was_asked() -> None:
+    said: list[str] = []
+    with Stop(said.append, lambda: None, "loading") as outer:
+        with Stop(said.append, lambda: None) as inner:
+            _sent(inner, signal.SIGUSR2)
+            assert outer.requested is None  # its time is over
+        _sent(outer, signal.SIGTERM)
+        with Stop(said.append, lambda: None) as inner:
+            assert inner.requested == "SIGTERM" and inner.interrupts == 0
+            os.kill(os.getpid(), signal.SIGINT)
+            end = time.monotonic() + 10
+            while not inner.interrupts:
+                assert time.monotonic() < end, "the signal was not seen"
+                time.sleep(0.005)
+            assert inner.requested == "SIGTERM"
+    assert said == ["SIGUSR2: finishing this step and saving", "SIGTERM: loading"]
+
+
 def test_nothing_is_installed_outside_the_main_thread() -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen: list[object] = []

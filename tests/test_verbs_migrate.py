@@ -17,7 +17,7 @@ from decomp.__main__ import main as cli
 from decomp.config import load
 from decomp.config.compose import Command, conf_dir
 from decomp.config.errors import UserError
-from decomp.verbs import export, migrate
+from decomp.verbs import export, migrate, resume
 from decomp.verbs.values import flag, positive, whole
 
 FORMAT_1 = Path(__file__).parent / "formats" / "1" / "run"
@@ -87,7 +87,14 @@ def test_dry_run_says_what_would_be_done_and_writes_nothing(model: Path, tmp_pat
     assert frozen(tmp_path) == before and {p.name for p in tmp_path.iterdir()} == {"tree"}
 
 
-def test_a_migrated_run_cannot_be_resumed_but_begun_from(migrated: Path) -> None:
+def test_a_migrated_run_cannot_be_resumed_but_begun_from(migrated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told before its target is loaded; by the checkpoint too, where it is met later."""
+    building = types.ModuleType("decomp.build")
+    building.build = lambda _: pytest.fail("the target was loaded")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "decomp.build", building)
+    before = frozen(migrated)
+    assert refused(resume, f"run={migrated}").endswith(f"start a run from it with init_from={migrated}")
+    assert frozen(migrated) == before
     step = migrated / "checkpoints" / "30"
     stored = manifest.read_manifest(step)
     with pytest.raises(UserError, match=rf"no progress.*start a run from it with init_from={migrated}$"):

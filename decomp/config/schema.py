@@ -392,8 +392,9 @@ class Eval(Model):
 
 
 class Checkpoint(Model):
-    """A save every ``every`` updates. Kept are the newest ``keep_last``, every ``keep_every``-th, and the one whose
-    ``keep_best``, a metric of metrics.jsonl such as ``eval/kl_ci``, is the lowest (or the highest) of all."""
+    """A save every ``every`` updates; where that update is skipped, after the next that is not. Kept are the newest
+    ``keep_last``, every ``keep_every``-th, and the one whose ``keep_best``, a metric of metrics.jsonl such as
+    ``eval/kl_ci``, is the lowest (or the highest) of all."""
 
     every: PositiveInt = 500
     keep_last: PositiveInt = 2

@@ -17,7 +17,7 @@ from decomp.config import overrides
 from decomp.config.compose import Command
 from decomp.config.errors import UserError
 
-MEANING = {0: "done", 1: "failed", 2: "refused", 3: "diverged", 75: "saved and stopped", 130: "interrupted"}
+MEANING = {0: "done", 1: "failed", 2: "refused", 3: "diverged", 75: "stopped", 130: "interrupted"}
 
 
 def main(command: Command) -> int:

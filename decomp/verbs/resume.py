@@ -6,6 +6,7 @@ same run is listed in config/changes.py; anything else is refused in a table wit
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +18,19 @@ from decomp.config.compose import Command
 from decomp.config.errors import UserError
 from decomp.config.schema import RunConfig
 from decomp.folder import open_folder, read_config, run_overrides
-from decomp.manifest import good_steps, step_folders
+from decomp.manifest import good_steps, read_manifest, refuse_without_progress, step_folders
+from decomp.stop import early
 
 WIDEST = 40  # characters of a value in the table
 
 
 def main(command: Command) -> int:
     """Returns the exit code. UserError for a folder, a checkpoint or a change that cannot be gone on from."""
+    with early(processes.tell_interrupted):  # a signal while jax is imported and processes join is seen afterwards
+        return _resume(command)
+
+
+def _resume(command: Command) -> int:
     folder = open_folder(command.options["run"])
     stored = read_config(folder)
     cfg = changed(command, stored, folder)
@@ -79,5 +86,9 @@ def _refuse_unusable(folder: Path, cfg: RunConfig) -> None:
         again = f"python -m decomp {run_overrides(folder)}".rstrip()
         raise UserError(f"run={folder}: it has no checkpoint to go on from: start again with: {again}")
     done = good_steps(folder / "checkpoints")
+    if done:
+        newest = folder / "checkpoints" / str(done[-1])
+        with contextlib.suppress(ValueError):  # damaged: the restore says so, and goes back to the one before
+            refuse_without_progress(newest, read_manifest(newest))
     if cfg.stop_after is not None and done and cfg.stop_after <= done[-1]:
         raise UserError(f"stop_after={cfg.stop_after}: the run has {done[-1]} updates already: give a larger number")

@@ -6,13 +6,15 @@ from decomp import mesh, processes
 from decomp.config import schema
 from decomp.config.compose import Command
 from decomp.config.schema import RunConfig
+from decomp.stop import early
 
 
 def main(command: Command) -> int:
     cfg = command.config()
     match cfg.launcher:
         case schema.LocalLauncher():
-            return _here(cfg, command.overrides)
+            with early(processes.tell_interrupted):  # importing and joining take seconds; a signal may come meanwhile
+                return _here(cfg, command.overrides)
         case schema.SlurmLauncher() as launcher:
             from decomp.launchers import slurm  # submitit is not for everybody's start
 
