@@ -17,6 +17,7 @@ from decomp.config.compose import Command
 from decomp.config.errors import UserError
 from decomp.config.schema import RunConfig
 from decomp.folder import open_folder, read_config, run_overrides
+from decomp.launchers import environment
 from decomp.manifest import good_steps, step_folders
 
 WIDEST = 40  # characters of a value in the table
@@ -27,6 +28,7 @@ def main(command: Command) -> int:
     folder = open_folder(command.options["run"])
     stored = read_config(folder)
     cfg = changed(command, stored, folder)
+    environment.adopt(os.environ)  # under srun, in an allocation that is there already
     mesh.prepare_environment(cfg.mesh)  # before anything imports jax
     from decomp import loop
 
