@@ -11,12 +11,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 
 PREEMPTED, KILLED = 75, 128  # exit codes: saved and stopped; KILLED + number is a signal's
 GOES_ON = ("RUNNING", "TIMEOUT")  # a cancelled job stays cancelled, and SLURM itself requeues the rest
-PATIENCE = 300.0  # seconds that SLURM is given to end a job it was asked to requeue
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,9 +26,9 @@ def main(argv: Sequence[str]) -> int:
     code = code if code >= 0 else KILLED - code
     said, again = verdict(code, limit, os.environ, state)
     print(f"decomp: {said}", flush=True)
-    if again and requeue(os.environ["SLURM_JOB_ID"]):
-        time.sleep(PATIENCE)  # an exit code of ours would be taken for the job's end
-    return code
+    if again:
+        requeue(os.environ["SLURM_JOB_ID"])
+    return code  # which SLURM no longer asks for, once it has said yes
 
 
 def verdict(code: int, limit: int, environ: Mapping[str, str], state_of: object) -> tuple[str, bool]:
@@ -55,12 +53,10 @@ def state(job: str) -> str:
     return found[1] if found else "UNKNOWN"
 
 
-def requeue(job: str) -> bool:
+def requeue(job: str) -> None:
     done = _scontrol("requeue", job)
     if done is None or done.returncode:
         print(f"decomp: scontrol requeue {job} failed: {done.stderr.strip() if done else 'no answer'}", flush=True)
-        return False
-    return True
 
 
 def _scontrol(*words: str) -> subprocess.CompletedProcess[str] | None:

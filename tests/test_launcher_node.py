@@ -77,6 +77,29 @@ def test_ports_of_what_may_share_a_node_differ():
     assert environment.port(812, 0, 0) == environment.port(812, 0, 0)
 
 
+@pytest.mark.parametrize("verb", ["run", "resume"])
+def test_srun_makes_a_run_one_of_several_processes(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """``srun python -m decomp`` in an allocation: the mesh's share is that of a step's process."""
+    from decomp import folder, mesh
+    from decomp.config.compose import Command, compose
+    from decomp.verbs import resume, run
+
+    class Asked(Exception):
+        pass
+
+    def ask(cfg: object) -> None:
+        raise Asked(*(os.environ[name] for name in environment.VARIABLES))
+
+    stored = folder.create(compose(["experiment=smoke", f"output_dir={tmp_path}"]))
+    monkeypatch.setattr(mesh, "prepare_environment", ask)
+    monkeypatch.setattr(os, "environ", dict(os.environ) | STEP)
+    with pytest.raises(Asked) as asked:
+        run.main(Command("run", ("experiment=smoke",))) if verb == "run" else resume.main(
+            Command("resume", (f"run={stored}",))
+        )
+    assert asked.value.args == (f"r1n03:{environment.port(812, 0, 0)}", "3", "2")
+
+
 # ---------------------------------------------------------------- whether the job runs again
 @pytest.mark.parametrize(
     ("code", "state", "restarts", "again", "said"),
@@ -114,7 +137,6 @@ def test_a_preempted_run_is_requeued_by_the_batch_process(tmp_path: Path, monkey
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "812")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
-    monkeypatch.setattr(job, "PATIENCE", 0.0)
     handlers = {sign: signal.getsignal(sign) for sign in (signal.SIGTERM, signal.SIGUSR2)}
     try:
         assert job.main(["3", "bash", "-c", "exit 75"]) == 75

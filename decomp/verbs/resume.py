@@ -18,6 +18,7 @@ from decomp.config.compose import Command
 from decomp.config.errors import UserError
 from decomp.config.schema import RunConfig
 from decomp.folder import open_folder, read_config, run_overrides
+from decomp.launchers import environment
 from decomp.manifest import good_steps, read_manifest, refuse_without_progress, step_folders
 from decomp.stop import early
 
@@ -34,6 +35,7 @@ def _resume(command: Command) -> int:
     folder = open_folder(command.options["run"])
     stored = read_config(folder)
     cfg = changed(command, stored, folder)
+    environment.adopt(os.environ)  # under srun, in an allocation that is there already
     mesh.prepare_environment(cfg.mesh)  # before anything imports jax
     from decomp import loop
 

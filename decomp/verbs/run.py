@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 from decomp import mesh, processes
 from decomp.config import schema
 from decomp.config.compose import Command
 from decomp.config.schema import RunConfig
+from decomp.launchers import environment
 from decomp.stop import early
 
 
@@ -22,6 +25,7 @@ def main(command: Command) -> int:
 
 
 def _here(cfg: RunConfig, overrides: tuple[str, ...]) -> int:
+    environment.adopt(os.environ)  # under srun, in an allocation that is there already
     mesh.prepare_environment(cfg.mesh)
     # Mistakes are answered before jax is imported, and simulated devices are asked for before it.
     from decomp import loop
