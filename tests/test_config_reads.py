@@ -48,6 +48,11 @@ RUNS = [  # exit code, what is typed
         # a gradient whose norm overflows: both updates are skipped, fewer than max_skipped
         "+loss.recon.constant={coeff: 1e30, source: {kind: constant}, routing: {kind: probability}}",
     ]),
+    (0, [
+        *SMALL,
+        *("ci_fn=component_mlp", "~ci_fn.d_model", "~ci_fn.n_heads", "~ci_fn.d_mlp"),  # smoke's, of a transformer
+        "loss.recon.stochastic.routing={kind: per_site}",
+    ]),
     (2, ["target=llama8b"]),
     (2, [*SMALL, "init_from={empty}", "init_from_step=3"]),  # no checkpoint there
     (0, [*SMALL, "launcher=slurm", "launcher.dry_run=true"]),

@@ -71,7 +71,7 @@ def test_dry_run_prints_the_script_and_leaves_nothing(login: Path, capsys: pytes
     assert "export NCCL_DEBUG='a b'" in lines
     job = shlex.split(lines[-1])
     assert job[:6] == ["exec", "/opt/python", "-P", "-m", "decomp.launchers.job", "5"]
-    assert {"--kill-on-bad-exit=1", "--container-image=image.sqsh", "--cpus-per-task=12"} < set(job)
+    assert {"--kill-on-bad-exit=0", "--container-image=image.sqsh", "--cpus-per-task=12"} < set(job)
     assert job[-2:-1] == ["decomp.launchers.node"] and job[-1].startswith(str(login / "outputs" / "smoke"))
     assert list(login.iterdir()) == []
 
