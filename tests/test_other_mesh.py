@@ -28,7 +28,8 @@ SHAPE = LlamaShape(
 
 def abstract(mesh, layout):
     layouts = {{"components": layout, "ci_fn": layout}}
-    cfg = tiny.config(sites={{"C_per_rank": 2.5}}, placement=layouts, ci_fn={{"d_model": 256, "n_heads": 2}})
+    ci_fn = {{"kind": "chunk_transformer", "d_model": 256, "n_heads": 2}}
+    cfg = tiny.config(sites={{"C_per_rank": 2.5}}, placement=layouts, ci_fn=ci_fn)
     step, _ = tiny.make(cfg, mesh, SHAPE)
     out = state.abstract(step.mesh, step.model.table, step.ci_fn, step.groups, cfg, step.leaves, jnp.float32)
     return step, out

@@ -23,7 +23,8 @@ def plan(optimizer, n_layers=8, **changes):
     cfg = tiny.config(
         optim=optim, precision={"kind": "bf16"}, data__batch_size=16, data__seq_len=64, loss__remat=True,
         placement={"components": "owner", "ci_fn": "owner"},
-        sites={"C_per_rank": 1.0}, ci_fn={"kind": "chunk_transformer", "d_model": 256, "n_heads": 4, "d_mlp": 512, "remat": True}, **changes,
+        sites={"C_per_rank": 1.0}, **changes,
+        ci_fn={"kind": "chunk_transformer", "d_model": 256, "n_heads": 4, "d_mlp": 512, "remat": True},
     )
     step, masters = make_step(cfg, shape(n_layers), backend.make_mesh("cpu", (4, 2, 1), {}))
     return Plan(compile_step(step, masters), masters, device.find("h100"))
