@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -39,6 +40,18 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_DEVICES = 8
 
 
+def _strict() -> str:
+    """pyproject.toml's filters of warnings as a line of Python: ``-W`` takes no pattern of a module's name."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    error, theirs = config["tool"]["pytest"]["ini_options"]["filterwarnings"]
+    action, _, category, module = theirs.split(":")
+    assert (error, category) == ("error", "DeprecationWarning")
+    return (
+        f"import warnings; warnings.simplefilter({error!r}); "
+        f"warnings.filterwarnings({action!r}, category={category}, module={module!r})\n"
+    )
+
+
 @pytest.fixture
 def simulated(tmp_path: Path) -> Callable[..., str]:
     """Runs a Python snippet with ``devices`` simulated CPU devices and gives its standard output.
@@ -55,9 +68,9 @@ def simulated(tmp_path: Path) -> Callable[..., str]:
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
         script = tmp_path / "snippet.py"
-        script.write_text(textwrap.dedent(code))
+        script.write_text(_strict() + textwrap.dedent(code))
         done = subprocess.run(
-            [sys.executable, "-W", "error", script],
+            [sys.executable, script],
             env=env,
             cwd=tmp_path,
             timeout=timeout,
